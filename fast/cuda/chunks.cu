@@ -1,0 +1,155 @@
+// chunks: attention of each row over its key list, one partial per 512 keys.
+//
+//   s_k = (q . k) * head_dim ** -0.5
+//   per tile of 64 keys, in list order:  m' = max(m, max s_k),  p_k = exp(s_k - m'),  a = exp(m - m')
+//       o = a * o + sum_k bf16(p_k) * v_k          the sum a chain of FMAs in list order
+//       l = a * l + tree_j(tree(p_8j .. p_8j+7))
+//   partial = (o, m, l), fp32; a chunk without keys gives the identity (0, -inf, 0)
+//
+// One block of threads per (chunk, key/value head, row); its query heads share each tile. A key's address is looked up
+// once per tile (key_at) and serves its key and its value, whose rows lie alike. The keys of a tile go through shared
+// memory, 16 bytes at a time; values are read where they are summed, a row by neighbouring threads.
+// fn_attn_chunks_ahead fetches the next tile's keys while this one is summed: the same sums.
+#include "fetch.cuh"
+#include "pages.cuh"
+#include "tile.cuh"
+
+struct ChunkArguments {
+  const bf16* keys;
+  const bf16* values;
+  Pages pages;
+  const bf16* q;
+  const int* ids;  // [rows, capacity]; rows that are not sparse read positions 0, 1, ..
+  int capacity;
+  const int* nk;
+  const int* sparse;
+  float* o;
+  float* m;
+  float* l;
+  int chunks;
+};
+
+template <bool AHEAD>
+__device__ __forceinline__ void chunk_partial(const ChunkArguments& a) {
+  constexpr int width = KVP_HEAD_DIM, pieces = width / 8, tile_pieces = KVP_TILE / 8, row_of_scores = KVP_TILE + 4;
+  constexpr int buffers = AHEAD ? 2 : 1;
+  constexpr int score_heads = heads_per_thread(KVP_GROUP, KVP_TILE);
+  constexpr int value_heads = heads_per_thread(KVP_GROUP, pieces);
+  constexpr int value_items = ceil_div(pieces * (KVP_GROUP / value_heads), KVP_THREADS);
+
+  __shared__ long long key_at[4][KVP_TILE];
+  __shared__ float highest[2][KVP_GROUP], rescale[KVP_GROUP], normaliser[KVP_GROUP];
+  __shared__ float sums[KVP_GROUP][tile_pieces];
+  __shared__ __align__(16) float score[KVP_GROUP][row_of_scores];
+  __shared__ __align__(16) float weight[KVP_GROUP][row_of_scores];
+  __shared__ __align__(16) float queries[KVP_GROUP * width];
+  KVP_DYNAMIC_SHARED(bf16, tiles);  // [buffers][KVP_TILE][staged_stride(width)]
+
+  const int tid = threadIdx.x, chunk = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
+  const int first = chunk * KVP_CHUNK;
+  const int left = a.nk[row] - first, count = left < KVP_CHUNK ? left : KVP_CHUNK;
+  const int* list = a.sparse[row] ? a.ids + static_cast<long long>(row) * a.capacity : nullptr;
+  const bf16* keys = a.keys + kv_head * width;
+  const bf16* values = a.values + kv_head * width;
+  const long long head = static_cast<long long>(row) * a.chunks + chunk;
+  float* out_o = a.o + (head * KVP_QUERY_HEADS + kv_head * KVP_GROUP) * width;
+  float* out_m = a.m + head * KVP_QUERY_HEADS + kv_head * KVP_GROUP;
+  float* out_l = a.l + head * KVP_QUERY_HEADS + kv_head * KVP_GROUP;
+
+  auto look_up = [&](int tile) {
+    for (int i = tid; i < KVP_TILE; i += KVP_THREADS) {
+      int k = tile * KVP_TILE + i;
+      if (k < count) key_at[tile & 3][i] = key_row(a.pages, list ? list[first + k] : first + k);
+    }
+  };
+  auto keys_in = [&](int tile) { return count - tile * KVP_TILE < KVP_TILE ? count - tile * KVP_TILE : KVP_TILE; };
+  auto buffer = [&](int tile) { return tiles + (tile % buffers) * KVP_TILE * staged_stride(width); };
+
+  for (int h = tid; h < KVP_GROUP; h += KVP_THREADS) {
+    highest[0][h] = -KVP_INFINITY;
+    normaliser[h] = 0.0f;
+  }
+  stage_queries(queries, a.q + (static_cast<long long>(row) * KVP_QUERY_HEADS + kv_head * KVP_GROUP) * width,
+                KVP_GROUP * width);
+  look_up(0);
+  if (AHEAD) look_up(1);
+  __syncthreads();
+  if (AHEAD) fetch_rows<width>(buffer(0), keys, key_at[0], keys_in(0));
+
+  Lanes o[value_items][value_heads];
+  KVP_UNROLL for (int n = 0; n < value_items; ++n)
+    KVP_UNROLL for (int h = 0; h < value_heads; ++h) o[n][h] = splat(0.0f);
+
+  const int tiles_here = count > 0 ? ceil_div(count, KVP_TILE) : 0;
+  for (int tile = 0; tile < tiles_here; ++tile) {
+    const int here = keys_in(tile), now = tile & 1, next = now ^ 1;
+    if (AHEAD) {
+      if (tile + 1 < tiles_here) fetch_rows<width>(buffer(tile + 1), keys, key_at[(tile + 1) & 3], keys_in(tile + 1));
+      fetch_wait(tile + 1 < tiles_here);
+    } else {
+      stage_rows<width>(buffer(tile), keys, key_at[tile & 3], here);
+    }
+    __syncthreads();
+
+    for (int i = tid; i < KVP_TILE * (KVP_GROUP / score_heads); i += KVP_THREADS) {
+      const int k = i % KVP_TILE, h0 = i / KVP_TILE * score_heads;
+      float dot[score_heads];
+      if (k < here) dots<score_heads, width>(queries + h0 * width, buffer(tile) + k * staged_stride(width), dot);
+      KVP_UNROLL for (int h = 0; h < score_heads; ++h) score[h0 + h][k] = k < here ? dot[h] * KVP_SCALE : -KVP_INFINITY;
+    }
+    __syncthreads();
+
+    for (int i = tid; i < KVP_GROUP * tile_pieces; i += KVP_THREADS) {
+      const int h = i / tile_pieces, piece = i % tile_pieces;
+      Lanes top = load8(score[h]);
+      KVP_UNROLL for (int j = 1; j < tile_pieces; ++j) top = max8(top, load8(score[h] + 8 * j));
+      const float tile_high = highest8(top), before = highest[now][h];
+      const float high = tile_high > before ? tile_high : before;
+      Lanes p = exp8(load8(score[h] + 8 * piece) - splat(high));
+      store8(weight[h] + 8 * piece, round8(p));
+      sums[h][piece] = sum8(p);
+      if (piece == 0) {
+        highest[next][h] = high;
+        rescale[h] = exp_nonpositive(before - high);
+      }
+    }
+    look_up(tile + (AHEAD ? 2 : 1));
+    __syncthreads();
+
+    for (int h = tid; h < KVP_GROUP; h += KVP_THREADS)
+      normaliser[h] = fmaf(rescale[h], normaliser[h], sum8(load8(sums[h])));
+    KVP_UNROLL for (int n = 0; n < value_items; ++n) {
+      const int i = tid + n * KVP_THREADS, d = i % pieces * 8, h0 = i / pieces * value_heads;
+      if (h0 >= KVP_GROUP) continue;
+      Lanes sum[value_heads];
+      KVP_UNROLL for (int h = 0; h < value_heads; ++h) sum[h] = splat(0.0f);
+      for (int k = 0; k < here; ++k) {
+        Lanes v = widen8(values + key_at[tile & 3][k] + d);
+        KVP_UNROLL for (int h = 0; h < value_heads; ++h) sum[h] = fma8(splat(weight[h0 + h][k]), v, sum[h]);
+      }
+      KVP_UNROLL for (int h = 0; h < value_heads; ++h) o[n][h] = fma8(splat(rescale[h0 + h]), o[n][h], sum[h]);
+    }
+  }
+
+  KVP_UNROLL for (int n = 0; n < value_items; ++n) {
+    const int i = tid + n * KVP_THREADS, d = i % pieces * 8, h0 = i / pieces * value_heads;
+    if (h0 >= KVP_GROUP) continue;
+    KVP_UNROLL for (int h = 0; h < value_heads; ++h) store8(out_o + (h0 + h) * width + d, o[n][h]);
+  }
+  for (int h = tid; h < KVP_GROUP; h += KVP_THREADS) {  // written by this thread, or behind the tile's last barrier
+    out_m[h] = highest[tiles_here & 1][h];
+    out_l[h] = normaliser[h];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(KVP_THREADS)
+    fn_attn_chunks(const bf16* keys, const bf16* values, Pages pages, const bf16* q, const int* ids, int capacity,
+                   const int* nk, const int* sparse, float* o, float* m, float* l, int chunks) {
+  chunk_partial<false>(ChunkArguments{keys, values, pages, q, ids, capacity, nk, sparse, o, m, l, chunks});
+}
+
+extern "C" __global__ void __launch_bounds__(KVP_THREADS)
+    fn_attn_chunks_ahead(const bf16* keys, const bf16* values, Pages pages, const bf16* q, const int* ids,
+                         int capacity, const int* nk, const int* sparse, float* o, float* m, float* l, int chunks) {
+  chunk_partial<true>(ChunkArguments{keys, values, pages, q, ids, capacity, nk, sparse, o, m, l, chunks});
+}

@@ -1,0 +1,13 @@
+// gate: gated = bf16(out * sigmoid(gate)), sigmoid(x) = 1 / (1 + exp(-x)).
+//
+// A head's gate lies behind its query in the projection row. One block of threads per (query head, row).
+#include "arithmetic.cuh"
+
+extern "C" __global__ void __launch_bounds__(KVP_THREADS)
+    fn_attn_gate(const bf16* out, const bf16* projection, bf16* gated) {
+  const int head = blockIdx.x, row = blockIdx.y;
+  const bf16* gates = projection + static_cast<long long>(row) * KVP_PROJECTION + (2 * head + 1) * KVP_HEAD_DIM;
+  const long long at = (static_cast<long long>(row) * KVP_QUERY_HEADS + head) * KVP_HEAD_DIM;
+  for (int d = threadIdx.x; d < KVP_HEAD_DIM; d += KVP_THREADS)
+    gated[at + d] = round_bf16(widen(out[at + d]) * sigmoid(widen(gates[d])));
+}

@@ -1,0 +1,35 @@
+// scores: how well each complete block matches a sparse row.
+//
+//   score[b] = (sum over index heads h, in order, of max(iq_h . pooled_b, 0)) / sqrt(index_dim),   b < complete
+//
+// One block of threads per (tile of pooled rows, row), one pooled row to a thread at a time.
+#include "pages.cuh"
+#include "tile.cuh"
+
+extern "C" __global__ void __launch_bounds__(KVP_THREADS)
+    fn_qsa_scores(const bf16* pooled, Pages pages, const bf16* iq, int pos0, float* scores, int blocks) {
+  constexpr int width = KVP_INDEX_DIM;
+  __shared__ long long at[KVP_TILE];
+  __shared__ __align__(16) float queries[KVP_INDEX_HEADS * width];
+  __shared__ __align__(16) bf16 tile[KVP_TILE * staged_stride(width)];
+
+  const int row = blockIdx.y, first = blockIdx.x * KVP_TILE;
+  const int complete = (pos0 + row + 1) / KVP_BLOCK;
+  if (complete <= KVP_TOP_BLOCKS || first >= complete) return;
+  const int count = complete - first < KVP_TILE ? complete - first : KVP_TILE;
+
+  for (int i = threadIdx.x; i < count; i += KVP_THREADS) at[i] = pooled_row(pages, first + i);
+  stage_queries(queries, iq + static_cast<long long>(row) * KVP_INDEX_HEADS * width, KVP_INDEX_HEADS * width);
+  __syncthreads();
+  stage_rows<width>(tile, pooled, at, count);
+  __syncthreads();
+
+  const float root = sqrtf(static_cast<float>(width));
+  for (int i = threadIdx.x; i < count; i += KVP_THREADS) {
+    float dot[KVP_INDEX_HEADS];
+    dots<KVP_INDEX_HEADS, width>(queries, tile + i * staged_stride(width), dot);
+    float score = 0.0f;
+    KVP_UNROLL for (int h = 0; h < KVP_INDEX_HEADS; ++h) score = score + (dot[h] > 0.0f ? dot[h] : 0.0f);
+    scores[static_cast<long long>(row) * blocks + first + i] = score / root;
+  }
+}

@@ -1,0 +1,301 @@
+"""The contract (SPEC section 6): what makes a kernel's paged form the same kernel.
+
+Each case runs once over contiguous caches; what that gives is the truth that every paged run must reproduce to the bit,
+kernel by kernel, each kernel given the truth's results so that it is judged alone. The truth itself is held against the
+float64 reference by the bound gate. Paged runs go over several page sizes, tables and thread orders; the memory gate
+repeats them with everything poisoned that no kernel may read, and compares the whole arena with what it should hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..fast import CompileError, LaunchError
+from ..reference.geometry import Geometry
+from ..reference.layout import LayerCache, Part
+from .cases import CHECK_LAYERS, Case, CaseData, fill
+from .compare import Site, compare_bits, compare_bound
+from .controls import Control, controls
+from .memory import changed
+from .bounds import Interval
+from .operations import AXES, OPERATIONS, Answers, Array, Call, Kernels, Operation, Outputs
+from .report import Failure, Report
+from .scene import POISONS, TABLES, Filler, Scene, Tables, Workspace, contiguous, paged, with_pooled
+
+LAYER = CHECK_LAYERS - 1
+"""The layer that is run; the others hold other data, and nothing may touch them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """One way of running the kernels that must not show in any bit: on a CPU, an order of threads.
+
+    Attributes:
+        name: how messages call it.
+        kernels: what runs.
+        broken_guards: what was written outside the outputs made since it was last called.
+    """
+
+    name: str
+    kernels: Kernels
+    broken_guards: Callable[[], list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        geometry: of the kernels; its layers are those of the checked arena.
+        cases, page_sizes: each with each.
+        seed: of the data and the shuffled tables.
+        replay: the command line that runs one case at one page size again; its fields are {case} and {page}.
+    """
+
+    geometry: Geometry
+    cases: tuple[Case, ...]
+    page_sizes: tuple[int, ...]
+    seed: int
+    replay: str
+
+    def steps(self, variants: int) -> int:
+        """Runs in all, for a progress bar."""
+        paged_runs = len(TABLES) * variants + len(POISONS) + 1
+        return len(self.cases) * (variants + 1 + len(self.page_sizes) * paged_runs)
+
+
+Truth = tuple[dict[str, Array], ...]
+"""Results of each stream's contiguous run."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    """One run of all kernels over one scene, and where its findings go."""
+
+    report: Report
+    data: CaseData
+    calls: tuple[Call, ...]
+    where: str
+    replay: str
+
+    def fail(self, gate: str, kernel: str, message: str) -> None:
+        self.report.failed(
+            Failure(gate=gate, kernel=kernel, where=self.where, message=message, replay=self.replay)
+        )
+
+    def judge(self, gate: str, kernel: str, message: str | None) -> None:
+        """Count one check: green without a message."""
+        if message is None:
+            self.report.passed(gate, kernel)
+        else:
+            self.fail(gate, kernel, message)
+
+
+def check(
+    plan: Plan, variants: Sequence[Variant], report: Report, progress: Callable[[str], None] = lambda step: None
+) -> None:
+    """Run the plan's cases through every gate.
+
+    Args:
+        variants: at least one; the first gives the truth.
+        report: takes the findings.
+        progress: called before each run with what it is.
+    """
+    for case in plan.cases:
+        _check_case(plan, case, variants, report, progress)
+
+
+def _check_case(
+    plan: Plan, case: Case, variants: Sequence[Variant], report: Report, progress: Callable[[str], None]
+) -> None:
+    data = with_pooled(fill(plan.geometry, case, seed=plan.seed))
+    calls = tuple(
+        Call(
+            geometry=plan.geometry,
+            weights=data.weights,
+            stream=number,
+            pos0=stream.case.cached,
+            projection=stream.projection,
+            rope=stream.rope,
+            dense_rows=case.dense_rows,
+        )
+        for number, stream in enumerate(data.streams)
+    )
+
+    def run(where: str, page: int | None) -> _Run:
+        pages = "" if page is None else f"page {page}, "
+        replay = plan.replay.format(case=case.name, page=page or plan.page_sizes[0])
+        progress(f"{case.name}: {pages}{where}")
+        return _Run(
+            report=report, data=data, calls=calls, where=f"case {case.name}, {pages}{where}", replay=replay
+        )
+
+    space = Workspace()
+    truth = _truth(run(f"contiguous, {variants[0].name}", None), contiguous(data, space), variants[0])
+    if truth is None:
+        return
+    for variant in variants[1:]:
+        what = run(f"contiguous, {variant.name}", None)
+        _window_run(what, contiguous(data, space), space, variant, truth, "bits")
+    answers = _bound_gate(run("against float64", None), contiguous(data, space), truth)
+
+    for page in plan.page_sizes:
+        def arena(tables: Tables, filler: Filler, page: int = page) -> Scene:
+            return paged(data, space, page_size=page, tables=tables, filler=filler, seed=plan.seed)
+
+        for tables in TABLES:
+            base = arena(tables, "zero")
+            for variant in variants:
+                what = run(f"{tables} table, {variant.name}", page)
+                _window_run(what, base.copy(space, "run"), space, variant, truth, "bits")
+        for number, filler in enumerate(POISONS):
+            variant = variants[number % len(variants)]
+            what = run(f"shuffled table, poisoned with {filler}, {variant.name}", page)
+            _window_run(what, arena("shuffled", filler), space, variant, truth, "memory")
+        _control_gate(run("controls", page), arena("shuffled", "other"), space, variants[0], answers)
+
+
+def _truth(run: _Run, scene: Scene, variant: Variant) -> Truth | None:
+    """The first contiguous run; None, and a failure in the report, where a kernel did not run."""
+    results: tuple[dict[str, Array], ...] = tuple({} for _ in run.calls)
+    for operation in OPERATIONS:
+        for call, given in zip(run.calls, results, strict=True):
+            cache = scene.cache(call.stream, LAYER)
+            outputs = _launch(run, "bits", operation, variant, call, given, cache)
+            if outputs is None:
+                return None
+            given.update((name, array.copy()) for name, array in outputs.items())
+            if operation.name == "chunks_ahead":
+                plain = {name: given[name.replace("chunks_ahead", "chunks")] for name in outputs}
+                _compare(run, "bits", operation, call, outputs, plain, cache)
+        _guards(run, operation, variant)
+    return results
+
+
+def _launch(
+    run: _Run,
+    gate: str,
+    operation: Operation,
+    variant: Variant,
+    call: Call,
+    given: dict[str, Array],
+    cache: LayerCache,
+    view: LayerCache | None = None,
+) -> Outputs | None:
+    """Run one operation; None, and a failure in the report, where the kernel failed."""
+    try:
+        return operation.run(variant.kernels, call, given, cache, view or cache)
+    except (LaunchError, CompileError) as error:
+        run.fail(gate, operation.name, str(error))
+        return None
+
+
+def _guards(run: _Run, operation: Operation, variant: Variant) -> None:
+    broken = variant.broken_guards()
+    run.judge("memory", operation.name, "; ".join(broken) if broken else None)
+
+
+def _window_run(run: _Run, scene: Scene, space: Workspace, variant: Variant, truth: Truth, gate: str) -> None:
+    """Every kernel over a scene whose caches hold the streams' history, compared with the truth."""
+    want = scene.copy(space, "want")
+    for operation in OPERATIONS:
+        for call, given in zip(run.calls, truth, strict=True):
+            cache = scene.cache(call.stream, LAYER)
+            outputs = _launch(run, gate, operation, variant, call, given, cache)
+            _compare(run, gate, operation, call, outputs or {}, given, cache)
+            if operation.stores:
+                _store(want.cache(call.stream, LAYER), call, operation, given)
+        _guards(run, operation, variant)
+        if operation.stores:
+            _written(run, operation.name, scene, want)
+    _readers_wrote_nothing(run, scene, want, variant, truth)
+
+
+def _compare(
+    run: _Run, gate: str, operation: Operation, call: Call, got: Outputs, want: Outputs, cache: LayerCache
+) -> None:
+    site = Site(stream=call.stream, pos0=call.pos0, cache=cache)
+    for name, array in got.items():
+        found = compare_bits(name, array, want[name], AXES[name], site)
+        run.judge(gate, operation.name, None if found is None else str(found))
+
+
+def _store(cache: LayerCache, call: Call, operation: Operation, given: dict[str, Array]) -> None:
+    """What an operation should have stored."""
+    parts: tuple[Part, ...] = ("pooled",) if operation.name == "pool" else ("keys", "values", "index_keys")
+    for part in parts:
+        rows = call.completed if part == "pooled" else np.arange(call.pos0, call.end)
+        cache.write(part, rows, given[f"{operation.name}.{part}"])
+
+
+def _written(run: _Run, kernel: str, scene: Scene, want: Scene) -> None:
+    """Compare the whole arena with what it should hold, and put it right for the kernels that follow."""
+    found = changed(scene, want)
+    run.judge("memory", kernel, found)
+    if found is not None:
+        scene.restore(want)
+
+
+def _readers_wrote_nothing(run: _Run, scene: Scene, want: Scene, variant: Variant, truth: Truth) -> None:
+    """No kernel that only reads may have changed the arena; where one did, run each again to name it."""
+    readers = [operation for operation in OPERATIONS if not operation.stores]
+    found = changed(scene, want)
+    if found is None:
+        for operation in readers:
+            run.report.passed("memory", operation.name)
+        return
+    run.fail("memory", "window", found)
+    for operation in readers:
+        scene.restore(want)
+        for call, given in zip(run.calls, truth, strict=True):
+            _launch(run, "memory", operation, variant, call, given, scene.cache(call.stream, LAYER))
+        run.judge("memory", operation.name, changed(scene, want))
+
+
+def _bound_gate(run: _Run, scene: Scene, truth: Truth) -> tuple[Answers, ...]:
+    """Hold the contiguous results against the float64 reference; returns them with their intervals."""
+    answers = []
+    for call, given in zip(run.calls, truth, strict=True):
+        cache = scene.cache(call.stream, LAYER)
+        site = Site(stream=call.stream, pos0=call.pos0, cache=cache)
+        intervals: dict[str, Interval] = {}
+        for operation in OPERATIONS:
+            found = operation.bound(call, given, cache)
+            for name, interval in found.items():
+                worst, difference = compare_bound(name, given[name], interval, AXES[name], site)
+                run.report.near(name, worst)
+                run.judge("bound", operation.name, None if difference is None else str(difference))
+            intervals.update(found)
+            if operation.stores:
+                _store(cache, call, operation, given)
+        answers.append(Answers(call=call, results=given, intervals=intervals))
+    return tuple(answers)
+
+
+def _control_gate(
+    run: _Run, base: Scene, space: Workspace, variant: Variant, answers: tuple[Answers, ...]
+) -> None:
+    """Plant each control: the reference's answer must change, and the check must go red."""
+    longest = max(answers, key=lambda a: a.call.end)
+    for control in controls(base, space, longest, LAYER):
+        _judge_control(run, control, variant)
+    variant.broken_guards()
+
+
+def _judge_control(run: _Run, control: Control, variant: Variant) -> None:
+    name = control.operation.name
+    if not control.effective:
+        run.fail("controls", name, f"{control.name} proves nothing: the float64 answer is the same with and without it")
+        return
+    try:
+        got = control.operation.run(variant.kernels, control.call, control.given, control.cache, control.view)
+        red = any(compare_bits(n, array, control.want[n], AXES[n], _NOWHERE) is not None for n, array in got.items())
+    except LaunchError:
+        red = True  # a kernel that stops over a planted row has seen it
+    run.judge("controls", name, None if red else f"{control.name} changes the float64 answer, but the check stayed green")
+
+
+_NOWHERE = Site(stream=0, pos0=0)

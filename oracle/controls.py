@@ -1,0 +1,225 @@
+"""Red controls: deliberate faults in the data that a check must see, each first proved to be worth seeing.
+
+A control changes the cache, the page table or a kernel's input. It is *effective* where the float64 reference, run with
+and without it, gives answers that no rounding explains: at least one leaves the bound of the other. Only then does a
+green check say that the kernel, and not the control, is at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..reference.layout import BF16, LayerCache, Part
+from .operations import OPERATIONS, Answers, Call, Operation, Reference, Results
+from .scene import Scene, Workspace
+
+Table = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Control:
+    """One control for one kernel.
+
+    Attributes:
+        name: what was done, in words.
+        operation, call: what to run.
+        given: results before it, perhaps planted.
+        cache: what the kernel is given; its own copy of the arena.
+        view: the same copy through the true page table, to read stores back.
+        want: the results that the check expects, which the control must break.
+        effective: the reference's answer changes.
+    """
+
+    name: str
+    operation: Operation
+    call: Call
+    given: Results
+    cache: LayerCache
+    view: LayerCache
+    want: Results
+    effective: bool
+
+
+_BY_NAME = {operation.name: operation for operation in OPERATIONS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planted:
+    """One cache row replaced: rows [heads, width], bf16."""
+
+    part: Part
+    row: int
+    values: npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ground:
+    """Where a control is planted: a scene in which everything before the operation has been stored."""
+
+    scene: Scene
+    workspace: Workspace
+    layer: int
+    operation: Operation
+    answers: Answers
+
+    def control(
+        self,
+        name: str,
+        *,
+        planted: Planted | None = None,
+        table: Table | None = None,
+        given: Results | None = None,
+    ) -> Control:
+        """A control that plants a row, replaces the page table, or replaces results before the operation.
+
+        It stands in a copy of the scene, taken from the workspace: the next one ends it.
+        """
+        view = self._cache("control")
+        if planted is not None:
+            view.write(planted.part, [planted.row], planted.values[None])
+        given = self.answers.results if given is None else given
+        cache = view if table is None else replace(view, table=table)
+        return Control(
+            name=name,
+            operation=self.operation,
+            call=self.answers.call,
+            given=given,
+            cache=cache,
+            view=view,
+            want=self.answers.results,
+            effective=self._effective(view, table, given),
+        )
+
+    def _effective(self, view: LayerCache, table: Table | None, given: Results) -> bool:
+        # The next tile's loads are no part of the mathematics: chunks answers for chunks_ahead.
+        operation = _BY_NAME["chunks"] if self.operation.name == "chunks_ahead" else self.operation
+        own = view
+        if operation.stores:
+            own = self._cache("control's reference")
+            own.buffer[:] = view.buffer
+        seen = own if table is None else replace(own, table=table)
+        with np.errstate(all="ignore"):
+            answer = operation.run(Reference(), self.answers.call, given, seen, own)
+            return any((self.answers.intervals[name].fraction(array) > 1).any() for name, array in answer.items())
+
+    def _cache(self, role: str) -> LayerCache:
+        return self.scene.copy(self.workspace, role).cache(self.answers.call.stream, self.layer)
+
+
+def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) -> Iterator[Control]:
+    """The controls of every kernel for one stream of a scene whose caches hold the history only.
+
+    Kernels that only read are given the window's last row. The scene itself ends with the window stored.
+    """
+    call, given, one = answers.call, answers.results, answers.last_row()
+
+    def ground(name: str, answers: Answers) -> _Ground:
+        return _Ground(
+            scene=base, workspace=workspace, layer=layer, operation=_BY_NAME[name], answers=answers
+        )
+
+    cache = base.cache(call.stream, layer)
+    yield _swapped(ground("prep", answers), call.end - 1)
+    for part in ("keys", "values", "index_keys"):
+        cache.write(part, np.arange(call.pos0, call.end), given[f"prep.{part}"])
+    if len(call.completed):
+        pool = ground("pool", answers)
+        yield _swapped(pool, int(call.completed[-1]) * call.geometry.block)
+        yield pool.control("a planted raw indexer key", planted=_planted_index_key(call, cache))
+    cache.write("pooled", call.completed, given["pool.pooled"])
+    if one.results["select.sparse"][0]:
+        scores = ground("scores", one)
+        yield _swapped(scores)
+        yield scores.control("a planted pooled row", planted=_planted_pooled(one))
+        yield ground("select", one).control("a planted score", given=_with_planted_score(one))
+    for name in ("chunks", "chunks_ahead", "dense"):
+        reader = ground(name, one)
+        position = _read_position(name, one)
+        yield _swapped(reader, position)
+        yield reader.control("a planted key", planted=_planted_key(position, one))
+        yield reader.control("a planted value", planted=_planted_value(position, one))
+    partials = {**one.results, "chunks.o": one.results["chunks.o"] + np.float32(64.0)}
+    yield ground("merge", one).control("a planted partial", given=partials)
+    out = {**one.results, "merge.out": (one.results["merge.out"].astype(np.float32) + 8.0).astype(BF16)}
+    yield ground("gate", one).control("a planted output row", given=out)
+
+
+def _swapped(ground: _Ground, position: int = 0) -> Control:
+    """A swapped page table that changes the reference's answer; the last one tried, if none does.
+
+    Two full pages of a dense row can be swapped without changing its key set. So the page of `position`, which the
+    kernel reads, is swapped with the last, partly filled page first, and with a page of another stream last.
+    """
+    call = ground.answers.call
+    table = ground.scene.tables[call.stream]
+    assert table is not None
+    page_size = ground.scene.layouts[call.stream].page_size
+    live, read = -(-call.end // page_size), position // page_size
+    pairs = ((read, live - 1), (live - 2, live - 1), (read, (read + 1) % live))
+    tried = None
+    for i, j in pairs:
+        if i == j or i < 0:
+            continue
+        swapped = table.copy()
+        swapped[[i, j]] = table[[j, i]]
+        tried = ground.control(f"a page table with entries {i} and {j} swapped", table=swapped)
+        if tried.effective:
+            return tried
+    for entry in (live - 1, read):
+        foreign = table.copy()
+        foreign[entry] = table[live]
+        tried = ground.control(f"a page table whose entry {entry} names a page of another stream", table=foreign)
+        if tried.effective:
+            return tried
+    assert tried is not None
+    return tried
+
+
+def _read_position(name: str, answers: Answers) -> int:
+    """A position in the middle of the list that the last row reads."""
+    results = answers.results
+    if name == "dense" or not results["select.sparse"][0]:
+        return answers.call.end // 2
+    return int(results["select.ids"][0, results["select.nk"][0] // 2])
+
+
+def _planted_key(position: int, answers: Answers) -> Planted:
+    """A key that the first query head of each group scores far above all others."""
+    queries = answers.results["prep.q"][-1][:: answers.call.geometry.group].astype(np.float32)
+    return Planted(part="keys", row=position, values=(8.0 * np.sign(queries)).astype(BF16))
+
+
+def _planted_value(position: int, answers: Answers) -> Planted:
+    g = answers.call.geometry
+    return Planted(part="values", row=position, values=np.full((g.kv_heads, g.head_dim), 4096.0, BF16))
+
+
+def _planted_index_key(call: Call, cache: LayerCache) -> Planted:
+    """Another raw indexer key at the first position of the first block that the window completes."""
+    position = int(call.completed[0]) * call.geometry.block
+    key = cache.read("index_keys", [position])[0].astype(np.float32)
+    return Planted(part="index_keys", row=position, values=(8.0 - key).astype(BF16))
+
+
+def _left_out(answers: Answers) -> int:
+    """The last block that the last row sees whole and does not select."""
+    block = answers.call.geometry.block
+    selected = np.unique(answers.results["select.ids"][-1] // block)
+    return int(np.setdiff1d(np.arange(answers.call.end // block), selected)[-1])
+
+
+def _planted_pooled(answers: Answers) -> Planted:
+    """A pooled row that the first index head scores far above all others, at a block that was not selected."""
+    query = answers.results["prep.iq"][-1][:1].astype(np.float32)
+    return Planted(part="pooled", row=_left_out(answers), values=(8.0 * np.sign(query)).astype(BF16))
+
+
+def _with_planted_score(answers: Answers) -> Results:
+    """The score of a block that was not selected, raised above all others."""
+    scores = answers.results["scores.scores"].copy()
+    scores[0, _left_out(answers)] = np.nanmax(scores[0]) + 1.0
+    return {**answers.results, "scores.scores": scores}

@@ -1,0 +1,139 @@
+"""Memory checks: guard bytes around every output, and what may change in an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import fast
+from ..fast import Backend, Engine, KernelSources
+from ..reference.geometry import Geometry, Rope, Weights
+from ..reference.layout import PARTS, LayerCache
+from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
+from .compare import bits
+from .scene import Scene
+
+GUARD_BYTES = 256
+GUARD = 0xA5
+
+
+class GuardedEngine(Engine):
+    """An engine whose every output lies between guard bytes and starts poisoned.
+
+    Args:
+        poison: the byte that fills an output before its kernel runs; 0xFF reads as NaN.
+    """
+
+    def __init__(
+        self,
+        backend: Backend | None = None,
+        *,
+        sources: KernelSources | None = None,
+        threads: int | None = None,
+        poison: int = 0xFF,
+    ) -> None:
+        super().__init__(backend, sources=sources, threads=threads)
+        self.poison = poison
+        self._guarded: list[npt.NDArray[np.uint8]] = []
+
+    def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A poisoned array between guards, which `broken_guards` watches from now on."""
+        kind = np.dtype(dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        raw = self.backend.empty((size + 2 * GUARD_BYTES,), np.uint8)
+        raw[:] = GUARD
+        raw[GUARD_BYTES : GUARD_BYTES + size] = self.poison
+        self._guarded.append(raw)
+        inside: npt.NDArray[Any] = raw[GUARD_BYTES : GUARD_BYTES + size].view(kind).reshape(tuple(shape))
+        return inside
+
+    def broken_guards(self) -> list[str]:
+        """What was written outside the outputs made since the last call."""
+        found = []
+        for raw in self._guarded:
+            size = len(raw) - 2 * GUARD_BYTES
+            touched = np.flatnonzero(np.concatenate([raw[:GUARD_BYTES], raw[-GUARD_BYTES:]]) != GUARD)
+            if len(touched):
+                first = int(touched[0])
+                where = f"{GUARD_BYTES - first} bytes before" if first < GUARD_BYTES else f"byte {first - GUARD_BYTES} behind"
+                found.append(f"{len(touched)} guard bytes changed, the first {where} an output of {size} bytes")
+        self._guarded.clear()
+        return found
+
+
+class FastKernels:
+    """The functions of `kvproof.fast` on one engine, as `operations.Kernels`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def prep(
+        self, geometry: Geometry, weights: Weights, cache: LayerCache, projection: Bf16Array, pos0: int, rope: Rope
+    ) -> Prepared:
+        return fast.prep(geometry, weights, cache, projection, pos0, rope, engine=self.engine)
+
+    def pool(
+        self, geometry: Geometry, weights: Weights, cache: LayerCache, pos0: int, rows: int, rope: Rope
+    ) -> None:
+        fast.pool(geometry, weights, cache, pos0, rows, rope, engine=self.engine)
+
+    def scores(self, geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int) -> npt.NDArray[np.float32]:
+        return fast.scores(geometry, cache, iq, pos0, engine=self.engine)
+
+    def select(self, geometry: Geometry, scores: npt.NDArray[np.float32], pos0: int) -> KeyLists:
+        return fast.select(geometry, scores, pos0, engine=self.engine)
+
+    def chunks(self, geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists) -> Partials:
+        return fast.chunks(geometry, cache, q, lists, engine=self.engine)
+
+    def chunks_ahead(self, geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists) -> Partials:
+        return fast.chunks_ahead(geometry, cache, q, lists, engine=self.engine)
+
+    def merge(self, geometry: Geometry, partials: Partials) -> Bf16Array:
+        return fast.merge(geometry, partials, engine=self.engine)
+
+    def gate(self, geometry: Geometry, out: Bf16Array, projection: Bf16Array) -> Bf16Array:
+        return fast.gate(geometry, out, projection, engine=self.engine)
+
+
+def changed(scene: Scene, want: Scene) -> str | None:
+    """Which element of the scene's buffers differs from what they should hold, and how many do; None where none does."""
+    seen: set[int] = set()
+    for stream, (got, expected) in enumerate(zip(scene.buffers, want.buffers, strict=True)):
+        if id(got) in seen:
+            continue
+        seen.add(id(got))
+        if np.array_equal(got.view(np.uint64), expected.view(np.uint64)):
+            continue
+        differs = bits(got) != bits(expected)
+        first = int(differs.argmax())
+        return (
+            f"{int(differs.sum())} elements changed that no kernel may write, the first at element {first} "
+            f"({_owner(scene, stream, first)}): 0x{int(bits(got)[first]):04x}, want 0x{int(bits(expected)[first]):04x}"
+        )
+    return None
+
+
+def _owner(scene: Scene, stream: int, offset: int) -> str:
+    """Whose element this is: the stream, logical page, layer, part, row, head and element."""
+    layout = scene.layouts[stream]
+    for layer in range(scene.geometry.layers):
+        for part in PARTS:
+            found = layout.part(layer, part).locate(offset)
+            if found is None:
+                continue
+            page, row, head, element = found
+            return f"{_page_owner(scene, stream, page)}layer {layer}, {part}, row {row}, head {head}, element {element}"
+    return "no part of the layout"
+
+
+def _page_owner(scene: Scene, stream: int, page: int) -> str:
+    if scene.tables[stream] is None:
+        return f"stream {stream}, "
+    for number, table in enumerate(scene.owned):
+        if table is not None and page in table:
+            return f"page {page}: stream {number}, table entry {int(np.flatnonzero(table == page)[0])}, "
+    return f"page {page}, of no stream: "

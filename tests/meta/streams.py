@@ -1,0 +1,98 @@
+"""Small streams for the meta tests: geometries, random inputs, and caches in any layout with poison around them."""
+
+from __future__ import annotations
+
+import numpy as np
+from kvproof.reference import TINY, Geometry, LayerCache, Layout, Rope, Weights
+from kvproof.reference.layout import BF16, PARTS
+from kvproof.reference.numerics import bf16
+
+ODD = Geometry(
+    name="odd",
+    query_heads=6,
+    kv_heads=2,
+    head_dim=24,
+    index_heads=3,
+    index_dim=16,
+    block=8,
+    top_blocks=2,
+    rotary_half=6,
+    mrope_sections=(3, 2, 1),
+    layers=3,
+)
+"""Nothing a power of two that needs not be; mrope sections all different."""
+
+GEOMETRIES = [TINY, ODD]
+
+
+def normal(seed, *shape):
+    """N(0, 1) in bf16."""
+    return bf16(np.random.default_rng(seed).normal(size=shape))
+
+
+def make_weights(geometry, seed=1):
+    rng = np.random.default_rng(seed)
+    d, di = geometry.head_dim, geometry.index_dim
+    scales = [(1 + 0.3 * rng.normal(size=n)).astype(np.float32) for n in (d, d, di, di)]
+    return Weights(
+        q_scale=scales[0],
+        k_scale=scales[1],
+        i_scale=scales[2],
+        pool_scale=scales[3],
+        inv_freq=geometry.inv_freq(),
+    )
+
+
+def make_rope(mode, length=40, seed=2):
+    """A rope of this mode; a media prompt has random triples for its first `length` positions."""
+    if mode == "text":
+        return Rope()
+    if mode == "delta":
+        return Rope(mode="delta", delta=-3)
+    triples = np.random.default_rng(seed).integers(0, 50, size=(length, 3)).astype(np.int32)
+    return Rope(mode="media", delta=-7, triples=triples)
+
+
+def make_cache(geometry, capacity, page=None, layer=0, seed=0, poison=np.nan):
+    """A cache whose every element is `poison`; with a page size, a shuffled table in an arena with slack pages."""
+    if page is None:
+        layout, table = Layout.contiguous(geometry, capacity), None
+    else:
+        need = -(-capacity // page)
+        layout = Layout(geometry=geometry, page_size=page, pages=need + 3)
+        table = np.random.default_rng(seed).permutation(need + 3)[:need].astype(np.int32)
+    return LayerCache(buffer=np.full(layout.elements, poison, BF16), layout=layout, layer=layer, table=table)
+
+
+def live_rows(geometry, end):
+    """The rows of each part that a stream of `end` positions owns."""
+    return {part: np.arange(end // geometry.block if part == "pooled" else end) for part in PARTS}
+
+
+def read_all(cache, end):
+    """The stream's rows, as bits."""
+    rows = live_rows(cache.layout.geometry, end)
+    return {part: bits(cache.read(part, rows[part])) for part in PARTS}
+
+
+def bits(array):
+    """An array's bit patterns, so that NaN equals NaN and -0 differs from +0."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def assert_bits(got, want, what):
+    """Fail at the first element whose bits differ."""
+    __tracebackhide__ = True
+    kinds = [f"{array.dtype} {list(array.shape)}" for array in (got, want)]
+    assert kinds[0] == kinds[1], f"{what} = {kinds[0]}, but should be {kinds[1]}"
+    wrong = np.argwhere(bits(got) != bits(want))
+    if len(wrong):
+        at = tuple(int(i) for i in wrong[0])
+        raise AssertionError(
+            f"{what}{list(at)} = {got[at]}, but should be {want[at]} ({len(wrong)} of {got.size} differ)"
+        )
+
+
+def floats(array):
+    """Nested lists of Python floats."""
+    return np.asarray(array).astype(np.float64).tolist()
