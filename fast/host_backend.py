@@ -97,11 +97,11 @@ def find_entries(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_ENTRY.findall(_COMMENT.sub(" ", text))))
 
 
-
-
 @functools.cache
 def _host_text(name: str) -> str:
     return (resources.files(__package__) / "host" / name).read_text()
+
+
 class Runtime:
     """The compiled fiber runtime, one per compiler and flags."""
 
@@ -339,9 +339,7 @@ class HostBackend:
         with self._lock:
             return self._modules.setdefault(key, module)
 
-    def load_all(
-        self, sources: Sequence[Source], progress: Callable[[Source], None] | None = None
-    ) -> list[HostModule]:
+    def load_all(self, sources: Sequence[Source], progress: Callable[[Source], None] | None = None) -> list[HostModule]:
         """Load several sources, compiling on all CPUs; `progress` is called as each is ready."""
 
         def load_one(source: Source) -> HostModule:

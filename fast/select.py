@@ -11,9 +11,7 @@ from .backend import Pointer
 from .engine import Engine, default_engine, int32
 
 
-def select(
-    geometry: Geometry, scores: npt.NDArray[np.float32], pos0: int, *, engine: Engine | None = None
-) -> KeyLists:
+def select(geometry: Geometry, scores: npt.NDArray[np.float32], pos0: int, *, engine: Engine | None = None) -> KeyLists:
     """List each row's keys; arguments, results and errors are those of `kvproof.reference.select`.
 
     Raises:

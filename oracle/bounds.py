@@ -196,9 +196,7 @@ def pool(
     return _rotated(_normed(mean, weights.pool_scale, geometry.eps, arithmetic), angle, arithmetic)
 
 
-def scores(
-    geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int, arithmetic: Arithmetic = FP32
-) -> Interval:
+def scores(geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int, arithmetic: Arithmetic = FP32) -> Interval:
     """Bound of the block scores, [R, blocks]; NaN where nothing is computed.
 
     A dot product errs by gamma(DI) times its magnitudes; the root, the division and the sum over heads by gamma(IH + 2).

@@ -11,37 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..fast import CompileError, LaunchError
 from ..reference.geometry import Geometry
-from ..reference.layout import LayerCache, Part
+from ..reference.layout import LayerCache
 from .cases import CHECK_LAYERS, Case, CaseData, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
 from .memory import changed
 from .bounds import Interval
-from .operations import AXES, OPERATIONS, Answers, Array, Call, Kernels, Operation, Outputs
+from .operations import AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, store
 from .report import Failure, Report
 from .scene import POISONS, TABLES, Filler, Scene, Tables, Workspace, contiguous, paged, with_pooled
+from .variants import Variant
 
 LAYER = CHECK_LAYERS - 1
 """The layer that is run; the others hold other data, and nothing may touch them."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Variant:
-    """One way of running the kernels that must not show in any bit: on a CPU, an order of threads.
-
-    Attributes:
-        name: how messages call it.
-        kernels: what runs.
-        broken_guards: what was written outside the outputs made since it was last called.
-    """
-
-    name: str
-    kernels: Kernels
-    broken_guards: Callable[[], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +66,7 @@ class _Run:
     replay: str
 
     def fail(self, gate: str, kernel: str, message: str) -> None:
-        self.report.failed(
-            Failure(gate=gate, kernel=kernel, where=self.where, message=message, replay=self.replay)
-        )
+        self.report.failed(Failure(gate=gate, kernel=kernel, where=self.where, message=message, replay=self.replay))
 
     def judge(self, gate: str, kernel: str, message: str | None) -> None:
         """Count one check: green without a message."""
@@ -104,6 +86,8 @@ def check(
         report: takes the findings.
         progress: called before each run with what it is.
     """
+    for variant in variants:
+        variant.prepare(plan.geometry, lambda family: None)
     for case in plan.cases:
         _check_case(plan, case, variants, report, progress)
 
@@ -129,9 +113,7 @@ def _check_case(
         pages = "" if page is None else f"page {page}, "
         replay = plan.replay.format(case=case.name, page=page or plan.page_sizes[0])
         progress(f"{case.name}: {pages}{where}")
-        return _Run(
-            report=report, data=data, calls=calls, where=f"case {case.name}, {pages}{where}", replay=replay
-        )
+        return _Run(report=report, data=data, calls=calls, where=f"case {case.name}, {pages}{where}", replay=replay)
 
     space = Workspace()
     truth = _truth(run(f"contiguous, {variants[0].name}", None), contiguous(data, space), variants[0])
@@ -143,6 +125,7 @@ def _check_case(
     answers = _bound_gate(run("against float64", None), contiguous(data, space), truth)
 
     for page in plan.page_sizes:
+
         def arena(tables: Tables, filler: Filler, page: int = page) -> Scene:
             return paged(data, space, page_size=page, tables=tables, filler=filler, seed=plan.seed)
 
@@ -206,8 +189,7 @@ def _window_run(run: _Run, scene: Scene, space: Workspace, variant: Variant, tru
             cache = scene.cache(call.stream, LAYER)
             outputs = _launch(run, gate, operation, variant, call, given, cache)
             _compare(run, gate, operation, call, outputs or {}, given, cache)
-            if operation.stores:
-                _store(want.cache(call.stream, LAYER), call, operation, given)
+            store(want.cache(call.stream, LAYER), call, operation, given)
         _guards(run, operation, variant)
         if operation.stores:
             _written(run, operation.name, scene, want)
@@ -221,14 +203,6 @@ def _compare(
     for name, array in got.items():
         found = compare_bits(name, array, want[name], AXES[name], site)
         run.judge(gate, operation.name, None if found is None else str(found))
-
-
-def _store(cache: LayerCache, call: Call, operation: Operation, given: dict[str, Array]) -> None:
-    """What an operation should have stored."""
-    parts: tuple[Part, ...] = ("pooled",) if operation.name == "pool" else ("keys", "values", "index_keys")
-    for part in parts:
-        rows = call.completed if part == "pooled" else np.arange(call.pos0, call.end)
-        cache.write(part, rows, given[f"{operation.name}.{part}"])
 
 
 def _written(run: _Run, kernel: str, scene: Scene, want: Scene) -> None:
@@ -269,15 +243,12 @@ def _bound_gate(run: _Run, scene: Scene, truth: Truth) -> tuple[Answers, ...]:
                 run.report.near(name, worst)
                 run.judge("bound", operation.name, None if difference is None else str(difference))
             intervals.update(found)
-            if operation.stores:
-                _store(cache, call, operation, given)
+            store(cache, call, operation, given)
         answers.append(Answers(call=call, results=given, intervals=intervals))
     return tuple(answers)
 
 
-def _control_gate(
-    run: _Run, base: Scene, space: Workspace, variant: Variant, answers: tuple[Answers, ...]
-) -> None:
+def _control_gate(run: _Run, base: Scene, space: Workspace, variant: Variant, answers: tuple[Answers, ...]) -> None:
     """Plant each control: the reference's answer must change, and the check must go red."""
     longest = max(answers, key=lambda a: a.call.end)
     for control in controls(base, space, longest, LAYER):
@@ -295,7 +266,9 @@ def _judge_control(run: _Run, control: Control, variant: Variant) -> None:
         red = any(compare_bits(n, array, control.want[n], AXES[n], _NOWHERE) is not None for n, array in got.items())
     except LaunchError:
         red = True  # a kernel that stops over a planted row has seen it
-    run.judge("controls", name, None if red else f"{control.name} changes the float64 answer, but the check stayed green")
+    run.judge(
+        "controls", name, None if red else f"{control.name} changes the float64 answer, but the check stayed green"
+    )
 
 
 _NOWHERE = Site(stream=0, pos0=0)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reference.layout import BF16, LayerCache, Part
-from .operations import OPERATIONS, Answers, Call, Operation, Reference, Results
+from .operations import OPERATIONS, Answers, Call, Operation, Reference, Results, store
 from .scene import Scene, Workspace
 
 Table = npt.NDArray[np.int32]
@@ -118,19 +118,16 @@ def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) ->
     call, given, one = answers.call, answers.results, answers.last_row()
 
     def ground(name: str, answers: Answers) -> _Ground:
-        return _Ground(
-            scene=base, workspace=workspace, layer=layer, operation=_BY_NAME[name], answers=answers
-        )
+        return _Ground(scene=base, workspace=workspace, layer=layer, operation=_BY_NAME[name], answers=answers)
 
     cache = base.cache(call.stream, layer)
     yield _swapped(ground("prep", answers), call.end - 1)
-    for part in ("keys", "values", "index_keys"):
-        cache.write(part, np.arange(call.pos0, call.end), given[f"prep.{part}"])
+    store(cache, call, _BY_NAME["prep"], given)
     if len(call.completed):
         pool = ground("pool", answers)
         yield _swapped(pool, int(call.completed[-1]) * call.geometry.block)
         yield pool.control("a planted raw indexer key", planted=_planted_index_key(call, cache))
-    cache.write("pooled", call.completed, given["pool.pooled"])
+    store(cache, call, _BY_NAME["pool"], given)
     if one.results["select.sparse"][0]:
         scores = ground("scores", one)
         yield _swapped(scores)

@@ -58,7 +58,11 @@ class GuardedEngine(Engine):
             touched = np.flatnonzero(np.concatenate([raw[:GUARD_BYTES], raw[-GUARD_BYTES:]]) != GUARD)
             if len(touched):
                 first = int(touched[0])
-                where = f"{GUARD_BYTES - first} bytes before" if first < GUARD_BYTES else f"byte {first - GUARD_BYTES} behind"
+                where = (
+                    f"{GUARD_BYTES - first} bytes before"
+                    if first < GUARD_BYTES
+                    else f"byte {first - GUARD_BYTES} behind"
+                )
                 found.append(f"{len(touched)} guard bytes changed, the first {where} an output of {size} bytes")
         self._guarded.clear()
         return found
@@ -75,9 +79,7 @@ class FastKernels:
     ) -> Prepared:
         return fast.prep(geometry, weights, cache, projection, pos0, rope, engine=self.engine)
 
-    def pool(
-        self, geometry: Geometry, weights: Weights, cache: LayerCache, pos0: int, rows: int, rope: Rope
-    ) -> None:
+    def pool(self, geometry: Geometry, weights: Weights, cache: LayerCache, pos0: int, rows: int, rope: Rope) -> None:
         fast.pool(geometry, weights, cache, pos0, rows, rope, engine=self.engine)
 
     def scores(self, geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int) -> npt.NDArray[np.float32]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .. import reference
 from ..reference.geometry import CHUNK, Geometry, Rope, Weights
-from ..reference.layout import LayerCache
+from ..reference.layout import LayerCache, Part
 from ..reference.prep import split
 from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
 from . import bounds
@@ -111,15 +111,13 @@ class Operation:
         name: of the kernel; its outputs are "name.tensor".
         run: (kernels, call, results before it, cache it is given, cache its stores are read back through).
         bound: (call, results before it, cache) to the interval of each output; outputs without one are exact.
-        stores: it writes to the cache.
-        reads_cache: a page table can change what it gives.
+        stores: cache parts that it writes.
     """
 
     name: str
     run: Run
     bound: Bound
-    stores: bool = False
-    reads_cache: bool = False
+    stores: tuple[Part, ...] = ()
 
 
 _ROWS = ("row", "head", "element")
@@ -268,18 +266,25 @@ def _dense_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Int
 
 
 OPERATIONS = (
-    Operation(name="prep", run=_prep, bound=_prep_bound, stores=True, reads_cache=True),
-    Operation(name="pool", run=_pool, bound=_pool_bound, stores=True, reads_cache=True),
-    Operation(name="scores", run=_scores, bound=_scores_bound, reads_cache=True),
+    Operation(name="prep", run=_prep, bound=_prep_bound, stores=("keys", "values", "index_keys")),
+    Operation(name="pool", run=_pool, bound=_pool_bound, stores=("pooled",)),
+    Operation(name="scores", run=_scores, bound=_scores_bound),
     Operation(name="select", run=_select, bound=_select_bound),
-    Operation(name="chunks", run=_chunks, bound=_chunks_bound, reads_cache=True),
-    Operation(name="chunks_ahead", run=_chunks_ahead, bound=_chunks_ahead_bound, reads_cache=True),
+    Operation(name="chunks", run=_chunks, bound=_chunks_bound),
+    Operation(name="chunks_ahead", run=_chunks_ahead, bound=_chunks_ahead_bound),
     Operation(name="merge", run=_merge, bound=_merge_bound),
     Operation(name="gate", run=_gate, bound=_gate_bound),
-    Operation(name="dense", run=_dense, bound=_dense_bound, reads_cache=True),
+    Operation(name="dense", run=_dense, bound=_dense_bound),
 )
 """In the order in which each finds its inputs among the results before it; "dense" is plain grouped-query attention
 over a stream's whole length, by chunks and merge."""
+
+
+def store(cache: LayerCache, call: Call, operation: Operation, results: Results) -> None:
+    """Write what an operation should have stored, nothing if it only reads."""
+    for part in operation.stores:
+        rows = call.completed if part == "pooled" else np.arange(call.pos0, call.end)
+        cache.write(part, rows, results[f"{operation.name}.{part}"])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -382,9 +382,9 @@ void link_warps(Worker* w, const unsigned char* sequence) {
 }
 
 // A thread's saved stack pointer lies with the one before it, which spares a dependent load at each switch.
-void unlink_lanes(Worker* w, unsigned warp) {
-    for (unsigned i = 0; i < w->warp[warp].lanes; ++i) {
-        KvpThread* t = w->threads[warp * kWarp + i];
+void unlink(Worker* w, unsigned first, unsigned end) {
+    for (unsigned i = first; i < end; ++i) {
+        KvpThread* t = w->threads[i];
         t->own_stack = *t->save_at;
         t->save_at = &t->own_stack;
     }
@@ -403,7 +403,6 @@ void fixed_order(Worker* w, bool reverse) {
     link_warps(w, sequence);
     for (unsigned i = 0; i < w->warps; ++i) {
         Warp* warp = &w->warp[i];
-        unlink_lanes(w, i);
         for (unsigned p = 0; p < warp->lanes; ++p) {
             KvpThread* t = w->threads[i * kWarp + (reverse ? warp->lanes - 1 - p : p)];
             t->position = (unsigned char)p;
@@ -423,7 +422,7 @@ void shuffle_order(Worker* w) {
     link_warps(w, sequence);
     for (unsigned i = 0; i < w->warps; ++i) {
         Warp* warp = &w->warp[i];
-        unlink_lanes(w, i);
+        unlink(w, i * kWarp, i * kWarp + warp->lanes);
         for (unsigned p = 0; p < warp->lanes; ++p) {
             unsigned j = draw_below(w, p + 1);
             if (j != p) {
@@ -763,6 +762,7 @@ bool prepare_threads(Worker* w, const KvpLaunch* c) {
     while (w->fibers_ready < count) reset_fiber(w, w->fibers_ready++);
     w->grid = c->grid;
     if (w->order_fresh && same_dim(w->size, c->block) && w->order_kind == c->order) return true;
+    unlink(w, 0, w->fibers); // of the last order, whose lanes may be more than the new one's
     w->size = c->block;
     w->count = count;
     w->order_kind = c->order;

@@ -1,0 +1,56 @@
+"""The ways in which kernels are run that must not show in any bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..fast import ORDERS, HostBackend, KernelSources
+from ..reference.geometry import Geometry
+from .memory import FastKernels, GuardedEngine
+from .operations import Kernels
+
+_POISON = {"forward": 0xFF, "reverse": 0x7F, "shuffle": 0x55}
+"""What an output holds before its kernel runs, by order: NaN, a huge value, a plausible one."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """One way of running the kernels: on a CPU, an order of threads and blocks.
+
+    Attributes:
+        name: how messages call it.
+        kernels: what runs.
+        broken_guards: what was written outside the outputs made since it was last called.
+        prepare: compiles the kernels of a geometry, if that is still to be done; is given each family's name.
+    """
+
+    name: str
+    kernels: Kernels
+    broken_guards: Callable[[], list[str]]
+    prepare: Callable[[Geometry, Callable[[str], None]], None]
+
+
+def host_variants(
+    *, seed: int, sources: KernelSources | None = None, backend: HostBackend | None = None, threads: int | None = None
+) -> tuple[Variant, ...]:
+    """The CPU in three thread orders: forward, reverse, and shuffled by `seed`.
+
+    Args:
+        sources: the packaged kernels when None.
+        backend: whose compiler, flags and workers are used.
+        threads: of a block.
+    """
+    base = backend or HostBackend()
+    variants = []
+    for order in ORDERS:
+        engine = GuardedEngine(base.with_order(order, seed), sources=sources, threads=threads, poison=_POISON[order])
+        variants.append(
+            Variant(
+                name=order,
+                kernels=FastKernels(engine),
+                broken_guards=engine.broken_guards,
+                prepare=engine.prepare,
+            )
+        )
+    return tuple(variants)
