@@ -65,6 +65,13 @@ class Compiler:
     identity: str
     is_zig: bool = False
 
+    @property
+    def name(self) -> str:
+        """What people call it: the first line of its version, or its command."""
+        if self.is_zig:
+            return "zig cc"
+        return self.identity.removeprefix("\n".join(self.command)).strip().partition("\n")[0]
+
 
 @dataclass(frozen=True)
 class Build:

@@ -34,6 +34,7 @@ BASE_FLAGS = (
     "-fno-rtti",
     "-fvisibility=hidden",
     "-fno-semantic-interposition",
+    "-fstack-clash-protection",  # a deep stack meets its guard page
 )
 ALIGNMENT = 128
 
@@ -61,6 +62,7 @@ class _Entry(ctypes.Structure):
         ("anchor", ctypes.c_void_p),
         ("anchor_offset", ctypes.c_ulonglong),
         ("local_bytes", ctypes.c_ulonglong),
+        ("block_ns", ctypes.c_double),
     ]
 
 

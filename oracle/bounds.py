@@ -314,7 +314,8 @@ def _merged(geometry: Geometry, value: Partials, error: Partials, arithmetic: Ar
     live = value.l != 0
     m = np.where(live, value.m, -np.inf)
     top = m.max(axis=1, keepdims=True)
-    drop = np.where(live, np.where(live, top, 0.0) - np.where(live, m, 0.0), 0.0)
+    with np.errstate(invalid="ignore"):  # broken partials may hold infinities; what follows from them is red
+        drop = np.where(live, np.where(live, top, 0.0) - np.where(live, m, 0.0), 0.0)
     scale = np.where(live, np.exp(-drop), 0.0)
     steps = value.m.shape[1]
     exponent = arithmetic.unit * drop + steps * (arithmetic.exp + 2 * arithmetic.unit)

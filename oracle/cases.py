@@ -21,11 +21,18 @@ CHECK_LAYERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class StreamCase:
-    """One stream: `cached` positions of history, then a window of `rows` rows; `rope` says how they are rotated."""
+    """One stream: `cached` positions of history, then a window of `rows` rows.
+
+    Attributes:
+        rope: how its rows are rotated.
+        tied: all but half a budget of its blocks have zero indexer keys, so that the selection's cut falls among equal
+            scores.
+    """
 
     cached: int
     rows: int
     rope: Literal["text", "delta", "media"] = "text"
+    tied: bool = False
 
     @property
     def end(self) -> int:
@@ -79,8 +86,8 @@ def cases(geometry: Geometry) -> tuple[Case, ...]:
         ),
         Case(
             name="prompt",
-            edge="a prompt chunk of 64 rows, and a decode step beside it",
-            streams=(StreamCase(cached=2 * sparse_from, rows=64), StreamCase(cached=3001, rows=1)),
+            edge="a prompt chunk of 64 rows, and a decode step whose scores tie at the cut",
+            streams=(StreamCase(cached=2 * sparse_from, rows=64), StreamCase(cached=3001, rows=1, tied=True)),
             dense_rows=1,
         ),
         Case(
@@ -107,7 +114,7 @@ class StreamData:
 
     Attributes:
         case: lengths.
-        layers: per layer, the history: keys, values [cached, KH, D], index_keys [cached, 1, DI], bf16.
+        history: per layer, keys, values [cached, KH, D], index_keys [cached, 1, DI], bf16.
         projection: bf16 [rows, projection_width], the window.
         rope: rotary positions.
     """
@@ -132,20 +139,23 @@ def fill(geometry: Geometry, case: Case, *, seed: int) -> CaseData:
     """Data of a case at a geometry: N(0, 1) rows, norm weights around 1."""
     key = [seed, *case.name.encode(), geometry.head_dim, geometry.query_heads]
     rng = np.random.Generator(np.random.PCG64(key))
-    g = geometry
+    weights = weights_of(geometry, rng)
+    streams = tuple(_stream(geometry, stream, rng) for stream in case.streams)
+    return CaseData(geometry=geometry, case=case, weights=weights, streams=streams)
+
+
+def weights_of(geometry: Geometry, rng: np.random.Generator) -> Weights:
+    """Norm weights around 1, and the geometry's rotary frequencies."""
 
     def scale(width: int) -> npt.NDArray[np.float32]:
         return (1.0 + 0.25 * rng.standard_normal(width)).astype(np.float32)
 
-    weights = Weights(
-        q_scale=scale(g.head_dim),
-        k_scale=scale(g.head_dim),
-        i_scale=scale(g.index_dim),
-        pool_scale=scale(g.index_dim),
-        inv_freq=g.inv_freq(),
-    )
-    return CaseData(
-        geometry=g, case=case, weights=weights, streams=tuple(_stream(g, stream, rng) for stream in case.streams)
+    return Weights(
+        q_scale=scale(geometry.head_dim),
+        k_scale=scale(geometry.head_dim),
+        i_scale=scale(geometry.index_dim),
+        pool_scale=scale(geometry.index_dim),
+        inv_freq=geometry.inv_freq(),
     )
 
 
@@ -155,7 +165,7 @@ def _stream(geometry: Geometry, case: StreamCase, rng: np.random.Generator) -> S
         {
             "keys": _normal(rng, (case.cached, g.kv_heads, g.head_dim)),
             "values": _normal(rng, (case.cached, g.kv_heads, g.head_dim)),
-            "index_keys": _normal(rng, (case.cached, 1, g.index_dim)),
+            "index_keys": _index_keys(geometry, case, rng),
         }
         for _ in range(g.layers)
     )
@@ -165,6 +175,15 @@ def _stream(geometry: Geometry, case: StreamCase, rng: np.random.Generator) -> S
         projection=_normal(rng, (case.rows, g.projection_width)),
         rope=_rope(case, rng),
     )
+
+
+def _index_keys(geometry: Geometry, case: StreamCase, rng: np.random.Generator) -> npt.NDArray[Any]:
+    keys = _normal(rng, (case.cached, 1, geometry.index_dim))
+    if case.tied:
+        blocks = np.arange(case.cached) // geometry.block
+        kept = rng.choice(case.cached // geometry.block, geometry.top_blocks // 2, replace=False)
+        keys[~np.isin(blocks, kept)] = 0.0
+    return keys
 
 
 def _rope(case: StreamCase, rng: np.random.Generator) -> Rope:

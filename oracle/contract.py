@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..fast import CompileError, LaunchError
 from ..reference.geometry import Geometry
-from ..reference.layout import LayerCache
+from ..reference.layout import LayerCache, Layout
 from .cases import CHECK_LAYERS, Case, CaseData, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
@@ -37,6 +37,9 @@ class Plan:
         cases, page_sizes: each with each.
         seed: of the data and the shuffled tables.
         replay: the command line that runs one case at one page size again; its fields are {case} and {page}.
+
+    Raises:
+        ValueError: a page size that is not a positive multiple of the block.
     """
 
     geometry: Geometry
@@ -44,6 +47,10 @@ class Plan:
     page_sizes: tuple[int, ...]
     seed: int
     replay: str
+
+    def __post_init__(self) -> None:
+        for page_size in self.page_sizes:
+            Layout(geometry=self.geometry, page_size=page_size)
 
     def steps(self, variants: int) -> int:
         """Runs in all, for a progress bar."""

@@ -102,6 +102,11 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, whole or not at all."""
-        draft = path.with_name(path.name + ".part")
-        draft.write_text(json.dumps(self.as_json(), indent=2) + "\n")
-        os.replace(draft, path)
+        write_json(path, self.as_json())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON beside its place, then move it there: a reader never finds half a file."""
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(draft, path)

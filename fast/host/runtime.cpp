@@ -45,6 +45,7 @@ constexpr size_t kPage = 65536;          // at least a page on every supported m
 constexpr size_t kGuard = 256;           // checked bytes on either side of dynamic shared memory
 constexpr size_t kTile = 8192;           // random poison is copied from a tile
 constexpr unsigned char kGuardByte = 0xa5;
+constexpr double kWorthHelp = 2e4;       // ns of work below which a launch stays with its caller
 constexpr int kTimeSignal = SIGURG;
 
 enum State : unsigned char { kReady, kBarrier, kCollective, kExited };
@@ -699,9 +700,8 @@ void on_fault(int number, siginfo_t* info, void* raw) {
 void on_time(int number, siginfo_t* info, void* raw) {
     ucontext_t* context = (ucontext_t*)raw;
     uintptr_t stack = stack_of(context);
-    if (info->si_code != SI_TIMER || !on_fiber(stack)) {
+    if (info->si_code != SI_TIMER || !on_fiber(stack)) { // another runtime's, or between two blocks: it fires again
         struct sigaction* old = &g_previous[number];
-        if (info->si_code == SI_TIMER) return; // between blocks: the loop stops by itself
         if (old->sa_flags & SA_SIGINFO) old->sa_sigaction(number, info, raw);
         else if (old->sa_handler != SIG_DFL && old->sa_handler != SIG_IGN) old->sa_handler(number);
         return;
@@ -965,12 +965,15 @@ struct Pool {
 Pool g_pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, PTHREAD_COND_INITIALIZER, nullptr, 0, 0, 0};
 int g_pool_busy;
 
+bool exhausted(Launch* launch) { return __atomic_load_n(&launch->next, __ATOMIC_RELAXED) >= launch->total; }
+
 void* helper_main(void*) {
     Pool* p = &g_pool;
     uint64_t seen = 0;
     pthread_mutex_lock(&p->mutex);
     for (;;) {
-        while (!p->current || p->generation == seen || p->current->seats <= 0) pthread_cond_wait(&p->wake, &p->mutex);
+        while (!p->current || p->generation == seen || p->current->seats <= 0 || exhausted(p->current))
+            pthread_cond_wait(&p->wake, &p->mutex);
         Launch* launch = p->current;
         seen = p->generation;
         --launch->seats;
@@ -1027,6 +1030,12 @@ void run_pooled(Launch* launch, unsigned helpers) {
     pthread_mutex_unlock(&p->mutex);
 }
 
+double now_ns() {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
+}
+
 uint64_t common_divisor(uint64_t a, uint64_t b) {
     while (b) {
         uint64_t rest = a % b;
@@ -1080,7 +1089,7 @@ KVP_API void kvp_find_local(KvpEntry* entry) {
 }
 
 // Runs a grid and returns when it has ended; 0, or 1 with `error` filled in.
-KVP_API int kvp_launch(const KvpEntry* entry, const KvpLaunch* config, unsigned char* arguments, KvpError* error) {
+KVP_API int kvp_launch(KvpEntry* entry, const KvpLaunch* config, unsigned char* arguments, KvpError* error) {
     pthread_once(&g_once, start_once);
     void* parameters[256];
     if (entry->count > 256) return 2;
@@ -1100,11 +1109,16 @@ KVP_API int kvp_launch(const KvpEntry* entry, const KvpLaunch* config, unsigned 
     }
     uint64_t helpers = config->workers > 1 ? config->workers - 1 : 0;
     if (helpers > launch.total - 1) helpers = launch.total - 1;
-    if (helpers == 0 || __atomic_exchange_n(&g_pool_busy, 1, __ATOMIC_ACQUIRE)) {
-        work(&launch);
-    } else {
+    // Waking others costs more than a tiny grid; what a block takes is known from the launch before.
+    if (entry->block_ns > 0 && entry->block_ns * (double)launch.total < kWorthHelp) helpers = 0;
+    double start = now_ns();
+    if (helpers && __atomic_exchange_n(&g_pool_busy, 1, __ATOMIC_ACQUIRE)) helpers = 0;
+    if (helpers) {
         run_pooled(&launch, (unsigned)helpers);
         __atomic_store_n(&g_pool_busy, 0, __ATOMIC_RELEASE);
+    } else {
+        work(&launch);
     }
+    entry->block_ns = (now_ns() - start) * (double)(helpers + 1) / (double)launch.total;
     return launch.failed ? 1 : 0;
 }

@@ -74,6 +74,7 @@ struct KvpEntry {
     unsigned count;
     void* (*anchor)();       // address of a thread_local of the module, for the calling OS thread
     unsigned long long anchor_offset, local_bytes; // the anchor's place in the module's thread-local segment, its size
+    double block_ns;         // what a block took last time, 0 before; the runtime's own
 };
 
 enum { KVP_FORWARD, KVP_REVERSE, KVP_SHUFFLE };

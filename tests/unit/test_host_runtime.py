@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
 from kvproof.fast.backend import LaunchError, Pointer, Source
 from kvproof.fast.host_backend import ORDERS, HostBackend, HostModule, find_entries
 
@@ -158,7 +157,9 @@ def run(module: HostModule, entry: str, out: np.ndarray, *, grid=1, block=64, sh
 
 
 def test_entries_are_found_in_order() -> None:
-    text = '/* extern "C" __global__ void no() */\nextern "C" __global__ void __launch_bounds__(128, 2)\n a_1(int x) {}\n'
+    text = (
+        '/* extern "C" __global__ void no() */\nextern "C" __global__ void __launch_bounds__(128, 2)\n a_1(int x) {}\n'
+    )
     text += '// extern "C" __global__ void no2()\nextern "C"  __global__ __launch_bounds__(N * 2) void b() {}'
     assert find_entries(text) == ("a_1", "b")
 
@@ -185,7 +186,8 @@ def test_threads_that_exit_before_a_barrier_are_named(ordered: HostModule) -> No
     error = caught.value
     assert error.kernel == "half_arrive"
     assert error.block in {(0, 0, 0), (0, 0, 1)}
-    assert error.thread is not None and error.thread[0] < 40
+    assert error.thread is not None
+    assert error.thread[0] < 40
     assert f"40 threads (0-39) wait at the barrier of {line('if (threadIdx.x < 40)')}" in str(error)
     assert "24 threads (40-63) have exited" in str(error)
 
@@ -334,13 +336,12 @@ def test_arguments_by_value(module: HostModule) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([np.int64(3)], "poke: argument 0 .*"),
         ([np.int32(3)], r"poke: argument 0 is a NumPy int32; the parameter is a number: give numpy\.int64"),
         ([np.float64(3)], "give numpy.int64"),
         ([3], "is a int; "),
         ([], "takes 1 arguments, not 0"),
         ([Pointer(np.zeros(1))], "is a Pointer"),
-    ][1:],
+    ],
 )
 def test_wrong_arguments_are_refused(module: HostModule, args: list[object], message: str) -> None:
     with pytest.raises(TypeError, match=message):
@@ -351,9 +352,9 @@ def test_wrong_launches_are_refused(module: HostModule) -> None:
     out = Pointer(np.zeros(8, np.float32))
     with pytest.raises(KeyError, match="runtime_test has no kernel 'nothing'; it has rotate, "):
         module.launch("nothing", grid=1, block=1, args=[])
-    with pytest.raises(ValueError, match="block .* has 2048 threads"):
+    with pytest.raises(ValueError, match=r"block .* has 2048 threads"):
         module.launch("rotate", grid=1, block=(64, 32, 1), args=[out])
-    with pytest.raises(ValueError, match="grid .* out of range"):
+    with pytest.raises(ValueError, match=r"grid .* out of range"):
         module.launch("rotate", grid=0, block=1, args=[out])
     with pytest.raises(ValueError, match="dynamic shared memory"):
         module.launch("rotate", grid=1, block=1, shared=10**6, args=[out])
@@ -472,7 +473,9 @@ def test_launch_after_fork(module: HostModule) -> None:
 
 def test_fresh_arrays_are_aligned_and_poisoned(backend: HostBackend) -> None:
     floats = backend.empty((3, 5), np.float32)
-    assert floats.shape == (3, 5) and np.isnan(floats).all() and floats.ctypes.data % 128 == 0
+    assert floats.shape == (3, 5)
+    assert np.isnan(floats).all()
+    assert floats.ctypes.data % 128 == 0
     assert (backend.empty(7, np.int32) == -1).all()
     assert backend.empty((0, 4), np.float32).shape == (0, 4)
 

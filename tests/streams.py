@@ -1,4 +1,4 @@
-"""Small streams for the meta tests: geometries, random inputs, and caches in any layout with poison around them."""
+"""Small streams for the tests: geometries, random inputs, and caches in any layout with poison around them."""
 
 from __future__ import annotations
 

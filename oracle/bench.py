@@ -1,0 +1,138 @@
+"""`kvproof bench`: attention rows side by side, in one run, at Flash Next geometry.
+
+Contenders take turns, so that a slow spell of the machine meets all of them, and medians are told beside the fastest
+run. PyTorch and Triton are measured where they are installed: what a user would otherwise test against.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
+
+from .. import fast, reference
+from ..fast import Engine, HostBackend
+from ..reference.geometry import FLASH_NEXT, TEXT, Geometry
+from ..reference.layout import BF16, LayerCache, Layout
+from ..reference.results import KeyLists
+from .cases import weights_of
+
+ROUNDS = 15
+KEYS = 2048
+CACHED, WINDOW = 8000, 64
+PAGE = 16
+
+Contender = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One contender at one piece of work: milliseconds, and the median as a multiple of the contiguous kernel's."""
+
+    work: str
+    contender: str
+    median_ms: float
+    fastest_ms: float
+    ratio: float
+
+
+def bench(*, rounds: int, progress: Callable[[str], None]) -> tuple[list[Timing], dict[str, str]]:
+    """Time every contender; also returns which are absent, and why."""
+    geometry = dataclasses.replace(FLASH_NEXT, layers=1)
+    row, absent = _one_row(geometry)
+    window = _window(geometry)
+    works = {f"one row, {KEYS:,} keys, chunks + merge": row, f"{WINDOW}-row window at {CACHED:,}, all kernels": window}
+    timings = [timing for work, contenders in works.items() for timing in _time(work, contenders, rounds, progress)]
+    return timings, absent
+
+
+def _time(
+    work: str, contenders: dict[str, Contender], rounds: int, progress: Callable[[str], None]
+) -> list[Timing]:
+    for contender in contenders.values():
+        contender()  # compiles, touches memory
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        progress(f"{work}, round {turn + 1} of {rounds}")
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            contender()
+            taken[name].append((time.perf_counter() - start) * 1e3)
+    base = statistics.median(next(iter(taken.values())))
+    return [
+        Timing(
+            work=work,
+            contender=name,
+            median_ms=statistics.median(times),
+            fastest_ms=min(times),
+            ratio=statistics.median(times) / base,
+        )
+        for name, times in taken.items()
+    ]
+
+
+def _one_row(geometry: Geometry) -> tuple[dict[str, Contender], dict[str, str]]:
+    rng = np.random.Generator(np.random.PCG64(0))
+    plain = _random_cache(geometry, KEYS, rng, page_size=None)
+    pages = _random_cache(geometry, KEYS, rng, page_size=PAGE)
+    q = rng.standard_normal((1, geometry.query_heads, geometry.head_dim), dtype=np.float32).astype(BF16)
+    lists = KeyLists.dense([KEYS])
+    one_core = Engine(HostBackend(workers=1))
+
+    def kernel(cache: LayerCache, engine: Engine) -> Contender:
+        return lambda: fast.merge(geometry, fast.chunks(geometry, cache, q, lists, engine=engine), engine=engine)
+
+    contenders: dict[str, Contender] = {
+        "contiguous, 1 core": kernel(plain, one_core),
+        f"paged {PAGE}, 1 core": kernel(pages, one_core),
+        "NumPy float64": lambda: reference.merge(geometry, reference.chunks(geometry, plain, q, lists)),
+    }
+    absent = {}
+    if find_spec("torch") is None:
+        absent["PyTorch"] = absent["Triton interpreter"] = "torch is not installed"
+        return contenders, absent
+    from .bench_torch import sdpa_after_gather
+
+    contenders |= sdpa_after_gather(pages, q, KEYS)
+    if find_spec("triton") is None:
+        return contenders, {"Triton interpreter": "triton is not installed"}
+    from .bench_triton import paged_row
+
+    contenders["Triton interpreter"] = paged_row(pages, q, KEYS)
+    return contenders, absent
+
+
+def _window(geometry: Geometry) -> dict[str, Contender]:
+    rng = np.random.Generator(np.random.PCG64(1))
+    end = CACHED + WINDOW
+    weights = weights_of(geometry, rng)
+    projection = rng.standard_normal((WINDOW, geometry.projection_width), dtype=np.float32).astype(BF16)
+    plain = _random_cache(geometry, end, rng, page_size=None)
+    pages = _random_cache(geometry, end, rng, page_size=PAGE)
+    engine = Engine()
+
+    def kernels(cache: LayerCache) -> Contender:
+        return lambda: fast.window(geometry, weights, cache, projection, CACHED, TEXT, engine=engine)
+
+    return {
+        "contiguous, all cores": kernels(plain),
+        f"paged {PAGE}, all cores": kernels(pages),
+        "NumPy float64": lambda: reference.window(geometry, weights, plain, projection, CACHED, TEXT),
+    }
+
+
+def _random_cache(geometry: Geometry, positions: int, rng: np.random.Generator, *, page_size: int | None) -> LayerCache:
+    """A cache of N(0, 1) rows; paged, through a shuffled table."""
+    if page_size is None:
+        layout, table = Layout.contiguous(geometry, positions), None
+    else:
+        layout = Layout(geometry=geometry, page_size=page_size, pages=-(-positions // page_size))
+        table = rng.permutation(layout.pages).astype(np.int32)
+    buffer = rng.standard_normal(layout.elements, dtype=np.float32).astype(BF16)
+    return LayerCache(buffer=buffer, layout=layout, table=table)
+
