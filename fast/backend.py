@@ -127,7 +127,7 @@ class Backend(Protocol):
         """Compile a source, or find it compiled."""
         ...
 
-    def load_all(self, sources: Sequence[Source], progress: Callable[[Source], None] | None = None) -> list[Module]:
+    def load_all(self, sources: Sequence[Source], progress: Callable[[Source], None] | None = None) -> Sequence[Module]:
         """Load several sources at once; `progress` is called, in any thread, as each is ready."""
         ...
 

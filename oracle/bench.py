@@ -51,9 +51,7 @@ def bench(*, rounds: int, progress: Callable[[str], None]) -> tuple[list[Timing]
     return timings, absent
 
 
-def _time(
-    work: str, contenders: dict[str, Contender], rounds: int, progress: Callable[[str], None]
-) -> list[Timing]:
+def _time(work: str, contenders: dict[str, Contender], rounds: int, progress: Callable[[str], None]) -> list[Timing]:
     for contender in contenders.values():
         contender()  # compiles, touches memory
     taken: dict[str, list[float]] = {name: [] for name in contenders}
@@ -135,4 +133,3 @@ def _random_cache(geometry: Geometry, positions: int, rng: np.random.Generator, 
         table = rng.permutation(layout.pages).astype(np.int32)
     buffer = rng.standard_normal(layout.elements, dtype=np.float32).astype(BF16)
     return LayerCache(buffer=buffer, layout=layout, table=table)
-

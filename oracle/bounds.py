@@ -2,10 +2,10 @@
 
 Each function runs the reference on the kernel's inputs and carries along how far the fp32 arithmetic of SPEC section 5
 can stray from it. With u = 2**-24 and gamma(n) = n u / (1 - n u) (Higham, Accuracy and Stability of Numerical
-Algorithms, lemma 3.1), a sum of n products in *any* order errs by at most gamma(n) times the sum of their magnitudes, so
-these bounds hold for every summation tree, ours and another engine's. A rounding to bf16 is monotone: a value known to
-lie in [a, b] rounds into [bf16(a), bf16(b)], which is how every bf16 step is carried here, without adding half an ulp
-where no value in reach changes its rounding.
+Algorithms, lemma 3.1), a sum of n products in *any* order errs by at most gamma(n) times the sum of their magnitudes,
+so these bounds hold for every summation tree, ours and another engine's. A rounding to bf16 is monotone: a value known
+to lie in [a, b] rounds into [bf16(a), bf16(b)], which is how every bf16 step is carried here, without adding half an
+ulp where no value in reach changes its rounding.
 
 An output is within its bound where it lies in the interval; its error as a fraction of the bound is
 |got - reference| over the larger of the interval's two arms.
@@ -68,7 +68,7 @@ class Interval:
     high: FloatArray
 
     def fraction(self, got: npt.NDArray[Any]) -> FloatArray:
-        """|got - value| over the bound, elementwise; inf outside a bound of 0 and for NaN, 0 where nothing is judged."""
+        """|got - value| over the bound, elementwise: inf for NaN and outside a bound of 0."""
         wide = widen(got)
         with np.errstate(invalid="ignore", divide="ignore"):
             arm = np.maximum(self.high - self.value, self.value - self.low)
@@ -80,8 +80,8 @@ class Interval:
         return np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio))
 
 
-def _around(value: FloatArray, error: npt.ArrayLike) -> Interval:
-    reach = np.asarray(error) * SLACK
+def _around(value: FloatArray, error: FloatArray) -> Interval:
+    reach = error * SLACK
     return Interval(value, value - reach, value + reach)
 
 
@@ -102,7 +102,7 @@ def _times(x: Interval, low: FloatArray, high: FloatArray, value: FloatArray) ->
     return Interval(x.value * value, np.minimum.reduce(ends), np.maximum.reduce(ends))
 
 
-def _widened(x: Interval, relative: float, absolute: npt.ArrayLike) -> Interval:
+def _widened(x: Interval, relative: float, absolute: FloatArray | float) -> Interval:
     """x with further rounding errors on top."""
     low = x.low - (np.abs(x.low) * relative + absolute) * SLACK
     high = x.high + (np.abs(x.high) * relative + absolute) * SLACK
@@ -144,7 +144,8 @@ def _normed(x: Interval, weight: npt.NDArray[np.float32], eps: float, arithmetic
     nearest = np.where((x.low <= 0) & (x.high >= 0), 0.0, np.minimum(np.abs(x.low), np.abs(x.high)))
 
     def inverse(magnitude: FloatArray) -> FloatArray:
-        return 1.0 / np.sqrt(np.mean(magnitude * magnitude, axis=-1, keepdims=True) + eps)
+        result: FloatArray = 1.0 / np.sqrt(np.mean(magnitude * magnitude, axis=-1, keepdims=True) + eps)
+        return result
 
     w = widen(weight)
     scaled = _times(x, inverse(ends), inverse(nearest), inverse(np.abs(x.value)))
@@ -199,7 +200,7 @@ def pool(
 def scores(geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int, arithmetic: Arithmetic = FP32) -> Interval:
     """Bound of the block scores, [R, blocks]; NaN where nothing is computed.
 
-    A dot product errs by gamma(DI) times its magnitudes; the root, the division and the sum over heads by gamma(IH + 2).
+    A dot product errs by gamma(DI) times its magnitudes; root, division and the sum over heads by gamma(IH + 2).
     """
     value = reference_scores(geometry, cache, iq, pos0)
     error = np.zeros_like(value)
@@ -227,9 +228,9 @@ def chunks(
     """Bounds of the partials.
 
     With e_k the error of score k, E the largest e_k of the chunk, m_t and m the running maximum at key k's tile and at
-    the end: p_k = exp(s_k - m_t) errs in its exponent by e_k + E + u |s_k - m_t|, the later rescaling by exp(m_t - m) by
-    2 E + u |m_t - m|, and each exp by its own relative error, at most 8 of them in a chunk. bf16(p_k) is carried as an
-    interval. The sums over at most 512 keys and their FMAs err by gamma(n + 16).
+    the end: p_k = exp(s_k - m_t) errs in its exponent by e_k + E + u |s_k - m_t|, the later rescaling by exp(m_t - m)
+    by 2 E + u |m_t - m|, and each exp by its own relative error, at most 8 of them in a chunk. bf16(p_k) is carried as
+    an interval. The sums over at most 512 keys and their FMAs err by gamma(n + 16).
     """
     value = reference_chunks(geometry, cache, q, lists)
     errors = Partials(*(np.zeros_like(x) for x in (value.o, value.m, value.l)))

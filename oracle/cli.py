@@ -124,7 +124,9 @@ def verify_command(
     _print_verdicts(verdicts)
     green = all(v.message is None for v in verdicts)
     if json_file is not None:
-        write_json(json_file, {"format": "kvproof fixtures verify", "green": green, "verdicts": [asdict(v) for v in verdicts]})
+        write_json(
+            json_file, {"format": "kvproof fixtures verify", "green": green, "verdicts": [asdict(v) for v in verdicts]}
+        )
     raise typer.Exit(0 if green else 1)
 
 
@@ -133,7 +135,7 @@ def bench_command(
     rounds: Annotated[int, typer.Option(help="Times that each contender runs, in turns.")] = ROUNDS,
     json_file: Json = None,
 ) -> None:
-    """Time attention rows side by side at Flash Next geometry: contiguous, paged, NumPy, and PyTorch or Triton if there."""
+    """Time rows side by side at Flash Next geometry: contiguous, paged, NumPy, and PyTorch or Triton if there."""
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}; it must be at least 1")
     _require_writable(json_file)
@@ -279,7 +281,13 @@ def _facts(plan: Plan, host: HostBackend) -> dict[str, Any]:
 @contextmanager
 def _progress(total: int | None, name: str) -> Iterator[Callable[[str], None]]:
     """A progress bar on standard error, on a terminal only; yields a function to call before each step."""
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("", total=total)
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from ..fast import CompileError, LaunchError
 from ..reference.geometry import Geometry
 from ..reference.layout import LayerCache, Layout
+from .bounds import Interval
 from .cases import CHECK_LAYERS, Case, CaseData, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
 from .memory import changed
-from .bounds import Interval
 from .operations import AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, store
 from .report import Failure, Report
 from .scene import POISONS, TABLES, Filler, Scene, Tables, Workspace, contiguous, paged, with_pooled

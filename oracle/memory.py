@@ -102,7 +102,7 @@ class FastKernels:
 
 
 def changed(scene: Scene, want: Scene) -> str | None:
-    """Which element of the scene's buffers differs from what they should hold, and how many do; None where none does."""
+    """The first element of the scene's buffers that is not what it should be, and how many are not; else None."""
     seen: set[int] = set()
     for stream, (got, expected) in enumerate(zip(scene.buffers, want.buffers, strict=True)):
         if id(got) in seen:

@@ -1,8 +1,8 @@
 """`kvproof fixtures verify`: files of an independent implementation, held against `reference` and `fast`.
 
-Each kernel is given the file's own results of the kernels before it, so that each is judged alone. Three errors are told
-per tensor, as fractions of the bound: the file's distance from the float64 reference, our kernels' distance from it, and
-the distance between the two, whose bound is the whole interval. fixtures/peer/README.md names the tensors.
+Each kernel is given the file's own results of the kernels before it, so that each is judged alone. Three errors are
+told per tensor, as fractions of the bound: the file's distance from the float64 reference, our kernels' distance from
+it, and the distance between the two, whose bound is the whole interval. fixtures/peer/README.md names the tensors.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Partials:
 
     o: npt.NDArray[Any]
     m: npt.NDArray[Any]
-    l: npt.NDArray[Any]  # noqa: E741, SPEC's name
+    l: npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)

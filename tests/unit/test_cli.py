@@ -72,7 +72,9 @@ def test_verify_is_green_on_the_small_peer_files():
 def test_a_red_report_exits_1_and_tells_how_to_replay(monkeypatch, capsys):
     def red(plan, variants, report):
         report.passed("bits", "prep")
-        report.failed(Failure(gate="bits", kernel="merge", where="case x", message="it differs", replay="kvproof check"))
+        report.failed(
+            Failure(gate="bits", kernel="merge", where="case x", message="it differs", replay="kvproof check")
+        )
 
     monkeypatch.setattr(cli, "run_check", red)
     monkeypatch.setattr(sys, "argv", ["kvproof", "check", "--geometry", "tiny", "--quick"])

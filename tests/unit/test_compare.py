@@ -75,6 +75,8 @@ def test_a_bound_is_told_with_what_it_allows():
 
 def test_nan_is_outside_every_bound():
     value = np.zeros((1, 1, 1))
-    worst, found = compare_bound("merge.out", np.float32([[[np.nan]]]), Interval(value, value - 1, value + 1), AXES, site())
+    worst, found = compare_bound(
+        "merge.out", np.float32([[[np.nan]]]), Interval(value, value - 1, value + 1), AXES, site()
+    )
     assert worst == np.inf
     assert found is not None

@@ -30,7 +30,9 @@ def attend(geometry, engine, *, cached=75, rows=6, page=None, mode="text"):
     ahead = fast.chunks_ahead(geometry, cache, window.q, window.lists, engine=engine)
     stored = {part: cache.read(part, np.arange(cached, cached + rows)) for part in ("keys", "values", "index_keys")}
     stored["pooled"] = cache.read("pooled", np.arange((cached + rows) // geometry.block))
-    partials = {f"{kind}.{n}": getattr(p, n) for kind, p in (("plain", window.partials), ("ahead", ahead)) for n in "oml"}
+    partials = {
+        f"{kind}.{n}": getattr(p, n) for kind, p in (("plain", window.partials), ("ahead", ahead)) for n in "oml"
+    }
     lists = {n: getattr(window.lists, n) for n in ("ids", "nk", "sparse")}
     outputs = {n: getattr(window, n) for n in ("q", "iq", "scores", "out", "gated")}
     return {**outputs, **lists, **partials, **stored}

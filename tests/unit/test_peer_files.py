@@ -38,13 +38,19 @@ def test_every_small_file_is_within_its_bounds(engine):
     assert [v.message for v in verdicts if v.message] == []
 
 
-@pytest.mark.parametrize("tensor", ["out.q", "out.kc", "out.pooled", "out.scores", "out.ids", "out.partial_o", "out.out"])
+@pytest.mark.parametrize(
+    "tensor", ["out.q", "out.kc", "out.pooled", "out.scores", "out.ids", "out.partial_o", "out.out"]
+)
 def test_a_wrong_element_is_red(engine, one, tensor):
     def change(tensors, metadata):
         place = tensors[tensor]
-        row = int(metadata["pos0"]) if tensor == "out.kc" else int(metadata["pos0"]) // 4 if tensor == "out.pooled" else 0
+        row = (
+            int(metadata["pos0"]) if tensor == "out.kc" else int(metadata["pos0"]) // 4 if tensor == "out.pooled" else 0
+        )
         value = place[row].flat[1]
-        place[row].flat[1] = value + 1 if place.dtype == np.int32 else np.asarray(float(value) + 0.5).astype(place.dtype)
+        place[row].flat[1] = (
+            value + 1 if place.dtype == np.int32 else np.asarray(float(value) + 0.5).astype(place.dtype)
+        )
 
     rewrite(one, change)
     red = [v.tensor for v in verify(one.parent, FastKernels(engine)) if v.message]
