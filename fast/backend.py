@@ -132,7 +132,7 @@ class Backend(Protocol):
         ...
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Any:
-        """A fresh array that kernels can be given, every byte 0xFF: NaN as a float, -1 as an integer."""
+        """A fresh array that kernels can be given, holding anything."""
         ...
 
 

@@ -18,7 +18,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,10 +156,6 @@ def find_zig() -> Compiler | None:
     return Compiler((str(program), "cc"), f"{program}\n{stat.st_size}\n{stat.st_mtime_ns}", is_zig=True)
 
 
-_locks: dict[str, threading.Lock] = {}
-_locks_guard = threading.Lock()
-
-
 def build(job: Build, compiler: Compiler) -> Path:
     """Path of the compiled library, made now or found in the cache.
 
@@ -170,21 +165,18 @@ def build(job: Build, compiler: Compiler) -> Path:
     """
     key = _key(job, compiler)
     target = cache_folder() / "host" / f"{job.name}-{key}.so"
-    with _locks_guard:
-        lock = _locks.setdefault(str(target), threading.Lock())
-    with lock:
-        if _is_sound(target):
-            return target
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with _process_lock(target.parent, key):
-                if not _is_sound(target):
-                    _compile(job, compiler, target)
-        except OSError as error:
-            raise CacheError(
-                f"cannot write compiled kernels to {target.parent}: {error.strerror or error}; "
-                f"set {CACHE_VARIABLE} to a folder that can be written"
-            ) from error
+    if _is_sound(target):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.parent, key):
+            if not _is_sound(target):
+                _compile(job, compiler, target)
+    except OSError as error:
+        raise CacheError(
+            f"cannot write compiled kernels to {target.parent}: {error.strerror or error}; "
+            f"set {CACHE_VARIABLE} to a folder that can be written"
+        ) from error
     return target
 
 
@@ -227,8 +219,8 @@ def _is_sound(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _process_lock(folder: Path, key: str) -> Iterator[None]:
-    """Lets one process compile a key while others wait; without file locks they compile it twice, harmlessly."""
+def _lock(folder: Path, key: str) -> Iterator[None]:
+    """Lets one thread of one process compile a key while others wait; without file locks all do, harmlessly."""
     with open(folder / f"lock-{key[:2]}", "ab") as handle:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)

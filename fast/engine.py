@@ -16,7 +16,7 @@ from .backend import Argument, Backend, Dim3, Module, Pointer, address_of
 from .host_backend import HostBackend
 from .sources import FAMILIES, KernelSources
 
-HOST_THREADS = 32
+HOST_THREADS = 16
 """Threads of a block on a CPU: one fiber does more before the next takes over."""
 GPU_THREADS = 128
 

@@ -36,8 +36,6 @@ BASE_FLAGS = (
     "-fno-semantic-interposition",
     "-fstack-clash-protection",  # a deep stack meets its guard page
 )
-ALIGNMENT = 128
-
 _ENTRY = re.compile(
     r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?void\s+'
     r"(?:__launch_bounds__\s*\([^)]*\)\s*)?([A-Za-z_]\w*)\s*\("
@@ -356,14 +354,8 @@ class HostBackend:
             return list(pool.map(load_one, sources))
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A fresh aligned array, every byte 0xFF: NaN as a float, -1 as an integer."""
-        kind = np.dtype(dtype)
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        count = int(np.prod(sizes, dtype=np.int64)) * kind.itemsize
-        raw = np.empty(count + ALIGNMENT, dtype=np.uint8)
-        skip = -raw.__array_interface__["data"][0] % ALIGNMENT
-        raw[skip : skip + count] = 0xFF
-        return raw[skip : skip + count].view(kind).reshape(sizes)
+        """A fresh array, holding anything."""
+        return np.empty(shape, dtype)
 
     def _build(self, source: Source) -> str:
         entries = find_entries(source.text)

@@ -201,6 +201,8 @@ def require_cache(geometry: Geometry, cache: LayerCache, end: int) -> None:
 def _list_end(lists: KeyLists) -> int:
     """One past the last position that any row reads."""
     nk, sparse, capacity = lists.nk, lists.sparse, lists.ids.shape[1]
+    if not sparse.any() and nk.min(initial=0) >= 0:
+        return int(nk.max(initial=0))
     for row in np.flatnonzero((sparse != 0) & (sparse != 1)):
         raise ValueError(f"lists.sparse[{row}] is {sparse[row]}; it must be 0 or 1")
     for row in np.flatnonzero((nk < 0) | ((sparse == 1) & (nk > capacity))):

@@ -30,9 +30,12 @@ __device__ __forceinline__ Lanes exp8(const Lanes& x) {
 
 __device__ __forceinline__ float exp_nonpositive(float x) { return exp8(splat(x))[0]; }
 
-__device__ __forceinline__ float sigmoid(float x) {
-  float e = exp_nonpositive(x < 0.0f ? x : -x);
-  return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+__device__ __forceinline__ Lanes sigmoid8(const Lanes& x) {
+  Lanes r = x;
+  KVP_UNROLL for (int i = 0; i < 8; ++i) r[i] = x[i] < 0.0f ? x[i] : -x[i];
+  const Lanes e = exp8(r);
+  KVP_UNROLL for (int i = 0; i < 8; ++i) r[i] = (x[i] < 0.0f ? e[i] : 1.0f) / (1.0f + e[i]);
+  return r;
 }
 
 struct SinCos {

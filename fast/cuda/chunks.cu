@@ -33,9 +33,12 @@ template <bool AHEAD>
 __device__ __forceinline__ void chunk_partial(const ChunkArguments& a) {
   constexpr int width = KVP_HEAD_DIM, pieces = width / 8, tile_pieces = KVP_TILE / 8, row_of_scores = KVP_TILE + 4;
   constexpr int buffers = AHEAD ? 2 : 1;
-  constexpr int score_heads = heads_per_thread(KVP_GROUP, KVP_TILE);
-  constexpr int value_heads = heads_per_thread(KVP_GROUP, pieces);
-  constexpr int value_items = ceil_div(pieces * (KVP_GROUP / value_heads), KVP_THREADS);
+  // Registers of a thread: score_keys * score_heads and value_run * value_heads sums of eight lanes.
+  constexpr int score_keys = 2, score_rows = KVP_TILE / score_keys;
+  constexpr int score_heads = heads_per_thread(KVP_GROUP, score_rows, 12 / score_keys);
+  constexpr int value_run = run_of(pieces, KVP_HOST_OR(2, 1)), value_columns = pieces / value_run;
+  constexpr int value_heads = heads_per_thread(KVP_GROUP, value_columns, 12 / value_run);
+  constexpr int value_items = ceil_div(value_columns * (KVP_GROUP / value_heads), KVP_THREADS);
 
   __shared__ long long key_at[4][KVP_TILE];
   __shared__ float highest[2][KVP_GROUP], rescale[KVP_GROUP], normaliser[KVP_GROUP];
@@ -59,7 +62,8 @@ __device__ __forceinline__ void chunk_partial(const ChunkArguments& a) {
   auto look_up = [&](int tile) {
     for (int i = tid; i < KVP_TILE; i += KVP_THREADS) {
       int k = tile * KVP_TILE + i;
-      if (k < count) key_at[tile & 3][i] = key_row(a.pages, list ? list[first + k] : first + k);
+      if (k >= count) continue;
+      key_at[tile & 3][i] = key_row(a.pages, list ? list[first + k] : first + k);
     }
   };
   auto keys_in = [&](int tile) { return count - tile * KVP_TILE < KVP_TILE ? count - tile * KVP_TILE : KVP_TILE; };
@@ -74,13 +78,14 @@ __device__ __forceinline__ void chunk_partial(const ChunkArguments& a) {
   look_up(0);
   if (AHEAD) look_up(1);
   __syncthreads();
-  if (AHEAD) fetch_rows<width>(buffer(0), keys, key_at[0], keys_in(0));
-
-  Lanes o[value_items][value_heads];
-  KVP_UNROLL for (int n = 0; n < value_items; ++n)
-    KVP_UNROLL for (int h = 0; h < value_heads; ++h) o[n][h] = splat(0.0f);
-
   const int tiles_here = count > 0 ? ceil_div(count, KVP_TILE) : 0;
+  if (AHEAD && tiles_here) fetch_rows<width>(buffer(0), keys, key_at[0], keys_in(0));
+
+  Lanes o[value_items][value_heads][value_run];
+  KVP_UNROLL for (int n = 0; n < value_items; ++n)
+    KVP_UNROLL for (int h = 0; h < value_heads; ++h)
+      KVP_UNROLL for (int r = 0; r < value_run; ++r) o[n][h][r] = splat(0.0f);
+
   for (int tile = 0; tile < tiles_here; ++tile) {
     const int here = keys_in(tile), now = tile & 1, next = now ^ 1;
     if (AHEAD) {
@@ -91,11 +96,17 @@ __device__ __forceinline__ void chunk_partial(const ChunkArguments& a) {
     }
     __syncthreads();
 
-    for (int i = tid; i < KVP_TILE * (KVP_GROUP / score_heads); i += KVP_THREADS) {
-      const int k = i % KVP_TILE, h0 = i / KVP_TILE * score_heads;
-      float dot[score_heads];
-      if (k < here) dots<score_heads, width>(queries + h0 * width, buffer(tile) + k * staged_stride(width), dot);
-      KVP_UNROLL for (int h = 0; h < score_heads; ++h) score[h0 + h][k] = k < here ? dot[h] * KVP_SCALE : -KVP_INFINITY;
+    for (int i = tid; i < score_rows * (KVP_GROUP / score_heads); i += KVP_THREADS) {
+      const int k0 = i % score_rows, h0 = i / score_rows * score_heads;
+      float dot[score_heads][score_keys];
+      const bf16* rows = buffer(tile) + k0 * staged_stride(width);
+      if (k0 < here)
+        dots<score_heads, score_keys, width>(queries + h0 * width, rows, score_rows * staged_stride(width), dot);
+      KVP_UNROLL for (int h = 0; h < score_heads; ++h)
+        KVP_UNROLL for (int r = 0; r < score_keys; ++r) {  // what a row past the list holds is dropped here
+          const int k = k0 + r * score_rows;
+          score[h0 + h][k] = k < here ? dot[h][r] * KVP_SCALE : -KVP_INFINITY;
+        }
     }
     __syncthreads();
 
@@ -119,22 +130,31 @@ __device__ __forceinline__ void chunk_partial(const ChunkArguments& a) {
     for (int h = tid; h < KVP_GROUP; h += KVP_THREADS)
       normaliser[h] = fmaf(rescale[h], normaliser[h], sum8(load8(sums[h])));
     KVP_UNROLL for (int n = 0; n < value_items; ++n) {
-      const int i = tid + n * KVP_THREADS, d = i % pieces * 8, h0 = i / pieces * value_heads;
+      const int i = tid + n * KVP_THREADS, d = i % value_columns * value_run * 8, h0 = i / value_columns * value_heads;
       if (h0 >= KVP_GROUP) continue;
-      Lanes sum[value_heads];
-      KVP_UNROLL for (int h = 0; h < value_heads; ++h) sum[h] = splat(0.0f);
+      Lanes sum[value_heads][value_run];
+      KVP_UNROLL for (int h = 0; h < value_heads; ++h)
+        KVP_UNROLL for (int r = 0; r < value_run; ++r) sum[h][r] = splat(0.0f);
       for (int k = 0; k < here; ++k) {
-        Lanes v = widen8(values + key_at[tile & 3][k] + d);
-        KVP_UNROLL for (int h = 0; h < value_heads; ++h) sum[h] = fma8(splat(weight[h0 + h][k]), v, sum[h]);
+        Lanes v[value_run];
+        KVP_UNROLL for (int r = 0; r < value_run; ++r) v[r] = widen8(values + key_at[tile & 3][k] + d + 8 * r);
+        const float* p = &weight[h0][k];
+        KVP_UNROLL for (int h = 0; h < value_heads; ++h) {
+          const Lanes w = splat(p[h * row_of_scores]);
+          KVP_UNROLL for (int r = 0; r < value_run; ++r) sum[h][r] = fma8(w, v[r], sum[h][r]);
+        }
       }
-      KVP_UNROLL for (int h = 0; h < value_heads; ++h) o[n][h] = fma8(splat(rescale[h0 + h]), o[n][h], sum[h]);
+      KVP_UNROLL for (int h = 0; h < value_heads; ++h)
+        KVP_UNROLL for (int r = 0; r < value_run; ++r)
+          o[n][h][r] = fma8(splat(rescale[h0 + h]), o[n][h][r], sum[h][r]);
     }
   }
 
   KVP_UNROLL for (int n = 0; n < value_items; ++n) {
-    const int i = tid + n * KVP_THREADS, d = i % pieces * 8, h0 = i / pieces * value_heads;
+    const int i = tid + n * KVP_THREADS, d = i % value_columns * value_run * 8, h0 = i / value_columns * value_heads;
     if (h0 >= KVP_GROUP) continue;
-    KVP_UNROLL for (int h = 0; h < value_heads; ++h) store8(out_o + (h0 + h) * width + d, o[n][h]);
+    KVP_UNROLL for (int h = 0; h < value_heads; ++h)
+      KVP_UNROLL for (int r = 0; r < value_run; ++r) store8(out_o + (h0 + h) * width + d + 8 * r, o[n][h][r]);
   }
   for (int h = tid; h < KVP_GROUP; h += KVP_THREADS) {  // written by this thread, or behind the tile's last barrier
     out_m[h] = highest[tiles_here & 1][h];

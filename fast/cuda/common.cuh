@@ -17,8 +17,10 @@
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   T* name = reinterpret_cast<T*>(name##_raw)
 #define KVP_INFINITY __int_as_float(0x7f800000)
+#define KVP_HOST_OR(host, device) (device)
 #else
 #define KVP_INFINITY __builtin_inff()
+#define KVP_HOST_OR(host, device) (host)
 #endif
 
 #if defined(__clang__) || !defined(KVP_HOST)
@@ -27,12 +29,21 @@
 #define KVP_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-// The largest work per thread that still gives all of them some: the smallest divisor h of `heads` for which
-// heads / h * items_per_head fits in KVP_THREADS, or all heads.
-__device__ constexpr int heads_per_thread(int heads, int items_per_head) {
-  for (int h = 1; h < heads; ++h)
-    if (heads % h == 0 && heads / h * items_per_head <= KVP_THREADS) return h;
-  return heads;
+// Heads that one thread takes at a time: the fewest, of the divisors of `heads` up to `most`, that need no more items
+// than there are threads, else the most.
+__device__ constexpr int heads_per_thread(int heads, int items_per_head, int most) {
+  int best = 1;
+  for (int h = 1; h <= heads && h <= most; ++h) {
+    if (heads % h) continue;
+    best = h;
+    if (heads / h * items_per_head <= KVP_THREADS) break;
+  }
+  return best;
+}
+
+// The largest of 4, 2 and 1 that divides n and is at most `most`.
+__device__ constexpr int run_of(int n, int most) {
+  return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;
 }
 
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -8,6 +8,8 @@ extern "C" __global__ void __launch_bounds__(KVP_THREADS)
   const int head = blockIdx.x, row = blockIdx.y;
   const bf16* gates = projection + static_cast<long long>(row) * KVP_PROJECTION + (2 * head + 1) * KVP_HEAD_DIM;
   const long long at = (static_cast<long long>(row) * KVP_QUERY_HEADS + head) * KVP_HEAD_DIM;
-  for (int d = threadIdx.x; d < KVP_HEAD_DIM; d += KVP_THREADS)
-    gated[at + d] = round_bf16(widen(out[at + d]) * sigmoid(widen(gates[d])));
+  for (int d = threadIdx.x * 8; d < KVP_HEAD_DIM; d += KVP_THREADS * 8) {
+    const Lanes weight = sigmoid8(widen8(gates + d)), x = widen8(out + at + d);
+    KVP_UNROLL for (int i = 0; i < 8; ++i) gated[at + d + i] = round_bf16(x[i] * weight[i]);
+  }
 }

@@ -85,21 +85,22 @@ __device__ __forceinline__ Lanes round8(const Lanes& a) {
   return r;
 }
 
+__device__ __forceinline__ float higher(float a, float b) { return a > b ? a : b; }
+
 __device__ __forceinline__ Lanes max8(const Lanes& a, const Lanes& b) {
   Lanes r;
-  KVP_UNROLL for (int i = 0; i < 8; ++i) r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  KVP_UNROLL for (int i = 0; i < 8; ++i) r.v[i] = higher(a.v[i], b.v[i]);
   return r;
 }
-
-#endif  // !KVP_HOST
 
 // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)): the tree of arithmetic.cuh over eight.
 __device__ __forceinline__ float sum8(const Lanes& a) {
   return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
 }
 
+// The same tree; it matters where a lane is NaN.
 __device__ __forceinline__ float highest8(const Lanes& a) {
-  float m = a[0];
-  KVP_UNROLL for (int i = 1; i < 8; ++i) m = a[i] > m ? a[i] : m;
-  return m;
+  return higher(higher(higher(a[0], a[4]), higher(a[2], a[6])), higher(higher(a[1], a[5]), higher(a[3], a[7])));
 }
+
+#endif  // !KVP_HOST

@@ -2,16 +2,16 @@
 //
 //   score[b] = (sum over index heads h, in order, of max(iq_h . pooled_b, 0)) / sqrt(index_dim),   b < complete
 //
-// One block of threads per (tile of pooled rows, row), one pooled row to a thread at a time.
+// One block of threads per (tile of pooled rows, row), two pooled rows to a thread at a time.
 #include "pages.cuh"
 #include "tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(KVP_THREADS)
     fn_qsa_scores(const bf16* pooled, Pages pages, const bf16* iq, int pos0, float* scores, int blocks) {
-  constexpr int width = KVP_INDEX_DIM;
+  constexpr int width = KVP_INDEX_DIM, stride = staged_stride(width), rows_at_once = 2;
   __shared__ long long at[KVP_TILE];
   __shared__ __align__(16) float queries[KVP_INDEX_HEADS * width];
-  __shared__ __align__(16) bf16 tile[KVP_TILE * staged_stride(width)];
+  __shared__ __align__(16) bf16 tile[KVP_TILE * stride];
 
   const int row = blockIdx.y, first = blockIdx.x * KVP_TILE;
   const int complete = (pos0 + row + 1) / KVP_BLOCK;
@@ -25,11 +25,16 @@ extern "C" __global__ void __launch_bounds__(KVP_THREADS)
   __syncthreads();
 
   const float root = sqrtf(static_cast<float>(width));
-  for (int i = threadIdx.x; i < count; i += KVP_THREADS) {
-    float dot[KVP_INDEX_HEADS];
-    dots<KVP_INDEX_HEADS, width>(queries, tile + i * staged_stride(width), dot);
-    float score = 0.0f;
-    KVP_UNROLL for (int h = 0; h < KVP_INDEX_HEADS; ++h) score = score + (dot[h] > 0.0f ? dot[h] : 0.0f);
-    scores[static_cast<long long>(row) * blocks + first + i] = score / root;
+  float* out = scores + static_cast<long long>(row) * blocks + first;
+  for (int i = threadIdx.x; i < KVP_TILE / rows_at_once; i += KVP_THREADS) {
+    if (i >= count) continue;
+    float dot[KVP_INDEX_HEADS][rows_at_once];
+    dots<KVP_INDEX_HEADS, rows_at_once, width>(queries, tile + i * stride, KVP_TILE / rows_at_once * stride, dot);
+    KVP_UNROLL for (int r = 0; r < rows_at_once; ++r) {
+      const int b = i + r * (KVP_TILE / rows_at_once);
+      float score = 0.0f;
+      KVP_UNROLL for (int h = 0; h < KVP_INDEX_HEADS; ++h) score = score + (dot[h][r] > 0.0f ? dot[h][r] : 0.0f);
+      if (b < count) out[b] = score / root;
+    }
   }
 }

@@ -7,13 +7,15 @@
 // Elements from one staged row to the next: 16 bytes of padding put neighbouring rows in other banks.
 __device__ constexpr int staged_stride(int width) { return width + 8; }
 
-// Copies `count` rows of WIDTH elements, row i from `from + at[i]`.
+// Copies `count` rows of WIDTH elements, row i from `from + at[i]`: on a GPU neighbouring threads take neighbouring
+// pieces of 16 bytes, on a CPU each thread takes whole rows.
 template <int WIDTH>
 __device__ __forceinline__ void stage_rows(bf16* to, const bf16* from, const long long* at, int count) {
-  constexpr int pieces = WIDTH / 8;
-  for (int i = threadIdx.x; i < count * pieces; i += KVP_THREADS) {
-    int row = i / pieces, column = i % pieces * 8;
-    copy8(to + row * staged_stride(WIDTH) + column, from + at[row] + column);
+  constexpr unsigned pieces = WIDTH / 8, run = KVP_HOST_OR(pieces, 1);
+  for (unsigned i = threadIdx.x; i < count * (pieces / run); i += KVP_THREADS) {
+    const unsigned row = i * run / pieces, column = i * run % pieces * 8;
+    for (unsigned j = 0; j < run; ++j)
+      copy8(to + row * staged_stride(WIDTH) + column + j * 8, from + at[row] + column + j * 8);
   }
 }
 
@@ -22,14 +24,20 @@ __device__ __forceinline__ void stage_queries(float* to, const bf16* from, int c
   for (int i = threadIdx.x * 8; i < count; i += KVP_THREADS * 8) store8(to + i, widen8(from + i));
 }
 
-// out[h] = q_h . row for HEADS queries of WIDTH elements that lie one behind the other.
-template <int HEADS, int WIDTH>
-__device__ __forceinline__ void dots(const float* q, const bf16* row, float (&out)[HEADS]) {
-  Lanes sums[HEADS];
-  KVP_UNROLL for (int h = 0; h < HEADS; ++h) sums[h] = splat(0.0f);
+// out[h][r] = q_h . row_r for HEADS queries of WIDTH elements, one behind the other, and ROWS rows, `step` elements apart.
+template <int HEADS, int ROWS, int WIDTH>
+__device__ __forceinline__ void dots(const float* q, const bf16* rows, int step, float (&out)[HEADS][ROWS]) {
+  Lanes sums[HEADS][ROWS];
+  KVP_UNROLL for (int h = 0; h < HEADS; ++h)
+    KVP_UNROLL for (int r = 0; r < ROWS; ++r) sums[h][r] = splat(0.0f);
   for (int d = 0; d < WIDTH; d += 8) {
-    Lanes k = widen8(row + d);
-    KVP_UNROLL for (int h = 0; h < HEADS; ++h) sums[h] = fma8(load8(q + h * WIDTH + d), k, sums[h]);
+    Lanes k[ROWS];
+    KVP_UNROLL for (int r = 0; r < ROWS; ++r) k[r] = widen8(rows + r * step + d);
+    KVP_UNROLL for (int h = 0; h < HEADS; ++h) {
+      const Lanes x = load8(q + h * WIDTH + d);
+      KVP_UNROLL for (int r = 0; r < ROWS; ++r) sums[h][r] = fma8(x, k[r], sums[h][r]);
+    }
   }
-  KVP_UNROLL for (int h = 0; h < HEADS; ++h) out[h] = sum8(sums[h]);
+  KVP_UNROLL for (int h = 0; h < HEADS; ++h)
+    KVP_UNROLL for (int r = 0; r < ROWS; ++r) out[h][r] = sum8(sums[h][r]);
 }

@@ -15,10 +15,23 @@ static inline Lanes splat(float x) { return Lanes{x, x, x, x, x, x, x, x}; }
 
 static inline Lanes widen8(const bf16* p) {
   KvpHalves raw = *reinterpret_cast<const KvpHalvesAt2*>(p);
-  return reinterpret_cast<Lanes>(__builtin_convertvector(raw, KvpWords) << 16);
+#if defined(__AVX2__) && !defined(__clang__)  // one instruction, where g++ 12 would take four
+  typedef short Shorts __attribute__((vector_size(16)));
+  KvpWords wide = reinterpret_cast<KvpWords>(__builtin_ia32_pmovzxwd256(reinterpret_cast<Shorts>(raw)));
+#else
+  KvpWords wide = __builtin_convertvector(raw, KvpWords);
+#endif
+  return reinterpret_cast<Lanes>(wide << 16);
 }
 
-static inline Lanes load8(const float* p) { return *reinterpret_cast<const KvpLanesAt4*>(p); }
+static inline Lanes load8(const float* p) {
+  Lanes r = *reinterpret_cast<const KvpLanesAt4*>(p);
+#if defined(__AVX__) && !defined(__clang__)
+  asm("" : "+x"(r));  // else g++ loads it anew for each operation that takes it
+#endif
+  return r;
+}
+
 static inline void store8(float* p, Lanes a) { *reinterpret_cast<KvpLanesAt4*>(p) = a; }
 
 static inline void copy8(bf16* to, const bf16* from) {
@@ -51,4 +64,22 @@ static inline Lanes round8(Lanes a) {
   return reinterpret_cast<Lanes>(r);
 }
 
+static inline float higher(float a, float b) { return a > b ? a : b; }
+
 static inline Lanes max8(Lanes a, Lanes b) { return a > b ? a : b; }
+
+typedef float KvpFour __attribute__((vector_size(16)));
+
+static inline float sum8(Lanes a) {
+  KvpFour four = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  KvpFour two = four + __builtin_shufflevector(four, four, 2, 3, 2, 3);
+  return two[0] + two[1];
+}
+
+static inline float highest8(Lanes a) {
+  KvpFour low = __builtin_shufflevector(a, a, 0, 1, 2, 3), high = __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  KvpFour four = low > high ? low : high;
+  KvpFour other = __builtin_shufflevector(four, four, 2, 3, 2, 3);
+  KvpFour two = four > other ? four : other;
+  return higher(two[0], two[1]);
+}

@@ -45,7 +45,7 @@ constexpr size_t kPage = 65536;          // at least a page on every supported m
 constexpr size_t kGuard = 256;           // checked bytes on either side of dynamic shared memory
 constexpr size_t kTile = 8192;           // random poison is copied from a tile
 constexpr unsigned char kGuardByte = 0xa5;
-constexpr double kWorthHelp = 2e4;       // ns of work below which a launch stays with its caller
+constexpr double kWorthHelp = 6e4;       // ns of work below which a launch stays with its caller
 constexpr int kTimeSignal = SIGURG;
 
 enum State : unsigned char { kReady, kBarrier, kCollective, kExited };
@@ -683,7 +683,7 @@ void on_fault(int number, siginfo_t* info, void* raw) {
     uintptr_t base = (uintptr_t)t & ~(uintptr_t)(KVP_STACK_BYTES - 1), address = (uintptr_t)info->si_addr;
     uintptr_t guard = (uintptr_t)w->arena + w->arena_bytes;
     if (number == SIGFPE) {
-        record(w, t, "divides an integer by zero");
+        record(w, t, "divides an integer by zero, or overflows in a division");
     } else if (number == SIGILL) {
         record(w, t, "executed a trap");
     } else if (address >= base - KVP_STACK_BYTES / 4 && address < base + (uintptr_t)sysconf(_SC_PAGESIZE)) {

@@ -65,13 +65,13 @@ BREAKS = (
     ),
     Break(
         "output-written-past-its-end",
-        (("gate.cu", "gated[at + d] =", "gated[at + d + (d == KVP_HEAD_DIM - 1)] ="),),
+        (("gate.cu", "gated[at + d + i] =", "gated[at + d + i + (d + i == KVP_HEAD_DIM - 1)] ="),),
         (("memory", "gate"),),
     ),
     Break(
         "tail-read-under-a-zero-weight",
         (
-            ("chunks.cu", "if (k < count) key_at", "if (true) key_at"),
+            ("chunks.cu", "if (k >= count) continue;", ""),
             ("chunks.cu", "for (int k = 0; k < here; ++k) {", "for (int k = 0; k < (here + 7) / 8 * 8; ++k) {"),
         ),
         (("memory", "chunks"),),

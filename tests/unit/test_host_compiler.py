@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def run_scale(backend: HostBackend) -> np.ndarray:  # type: ignore[type-arg]
+def run_scale(backend: HostBackend) -> np.ndarray:
     out = np.zeros(64, np.float32)
     backend.load(SOURCE).launch("scale", grid=1, block=64, args=[Pointer(out)])
     return out
@@ -106,7 +106,7 @@ def test_a_damaged_entry_is_rebuilt(damage: str, monkeypatch: pytest.MonkeyPatch
     path = build(small(3), compiler)
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
-    path.write_bytes({"truncated": raw[: len(raw) // 2], "empty": b"", "flipped": raw}[damage])
+    path.write_bytes({"truncated": bytes(raw[: len(raw) // 2]), "empty": b"", "flipped": bytes(raw)}[damage])
     ran = count_compiles(monkeypatch)
     assert value_of(build(small(3), compiler)) == 3
     assert len(ran) == 1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from kvproof.fast.backend import LaunchError, Pointer, Source
-from kvproof.fast.host_backend import ORDERS, HostBackend, HostModule, find_entries
+from kvproof.fast.host_backend import ORDERS, HostBackend, HostModule, Order, find_entries
 
 TEXT = r"""
 struct Page { const int* table; long long elements; int positions; };
@@ -31,9 +31,13 @@ extern "C" __global__ void two_barriers() {
 }
 extern "C" __global__ void sum_flags(int* out) {
     int t = threadIdx.x;
-    out[3 * t] = __syncthreads_count(t % 3 == 0);
-    out[3 * t + 1] = __syncthreads_or(t == 5);
-    out[3 * t + 2] = __syncthreads_and(t != 5);
+    int* mine = out + 6 * t;
+    mine[0] = __syncthreads_count(t % 3 == 0);
+    mine[1] = __syncthreads_or(t < 0);
+    mine[2] = __syncthreads_or(t == 5);
+    mine[3] = __syncthreads_and(t != 5);
+    mine[4] = __syncthreads_and(t >= 0);
+    mine[5] = __syncthreads_count(t == 5);
 }
 template <class T> __device__ void all_shuffles(T* out) {
     int t = threadIdx.x, n = blockDim.x;
@@ -43,6 +47,8 @@ template <class T> __device__ void all_shuffles(T* out) {
     out[2 * n + t] = __shfl_up_sync(0xffffffffu, v, 3, 16);
     out[3 * n + t] = __shfl_down_sync(0xffffffffu, v, 5);
     out[4 * n + t] = __shfl_xor_sync(0xffffffffu, v, 9);
+    out[5 * n + t] = __shfl_down_sync(0xffffffffu, v, 5, 8);
+    out[6 * n + t] = __shfl_xor_sync(0xffffffffu, v, 9, 8);
 }
 extern "C" __global__ void shuffles_f32(float* out) { all_shuffles(out); }
 extern "C" __global__ void shuffles_i64(long long* out) { all_shuffles(out); }
@@ -151,7 +157,7 @@ def ordered(request: pytest.FixtureRequest, backend: HostBackend) -> HostModule:
     return backend.with_order(request.param, seed=5).load(SOURCE)
 
 
-def run(module: HostModule, entry: str, out: np.ndarray, *, grid=1, block=64, shared=0) -> np.ndarray:  # type: ignore[no-untyped-def, type-arg]
+def run(module: HostModule, entry: str, out: np.ndarray, *, grid=1, block=64, shared=0) -> np.ndarray:  # type: ignore[no-untyped-def]
     module.launch(entry, grid=grid, block=block, shared=shared, args=[Pointer(out)])
     return out
 
@@ -173,9 +179,10 @@ def test_barrier_orders_shared_memory(ordered: HostModule, threads: int) -> None
 
 def test_missing_barrier_gives_other_bits(backend: HostBackend) -> None:
     broken = Source("broken", TEXT.replace("__syncthreads();  // needed", ""))
+    orders: list[tuple[Order, int]] = [("forward", 0), ("reverse", 0), ("shuffle", 1), ("shuffle", 2)]
     results = [
         run(backend.with_order(order, seed).load(broken), "rotate", np.zeros(256, np.float32), block=256).tobytes()
-        for order, seed in [("forward", 0), ("reverse", 0), ("shuffle", 1), ("shuffle", 2)]
+        for order, seed in orders
     ]
     assert len(set(results)) == 4
 
@@ -200,17 +207,20 @@ def test_threads_at_different_barriers_are_named(ordered: HostModule) -> None:
 
 
 def test_barriers_that_reduce(ordered: HostModule) -> None:
-    out = run(ordered, "sum_flags", np.zeros(3 * 70, np.int32), block=70).reshape(70, 3)
-    np.testing.assert_array_equal(out, np.tile([24, 1, 0], (70, 1)))
+    out = run(ordered, "sum_flags", np.zeros(6 * 70, np.int32), block=70).reshape(70, 6)
+    np.testing.assert_array_equal(out, np.tile([24, 0, 1, 0, 1, 1], (70, 1)))
 
 
 @pytest.mark.parametrize(("entry", "dtype"), [("shuffles_f32", np.float32), ("shuffles_i64", np.int64)])
 def test_shuffles(ordered: HostModule, entry: str, dtype: type) -> None:
-    out = run(ordered, entry, np.zeros(5 * 96, dtype), block=96).reshape(5, 96)
+    out = run(ordered, entry, np.zeros(7 * 96, dtype), block=96).reshape(7, 96)
     lane, warp = np.arange(96) % 32, np.arange(96) // 32 * 32
     up = np.where(lane % 16 >= 3, lane - 3, lane)
     down = np.where(lane + 5 < 32, lane + 5, lane)
-    sources = [np.full(96, 7), lane // 8 * 8 + (lane + 1) % 8, up, down, lane ^ 9]
+    narrow = np.where(lane % 8 + 5 < 8, lane + 5, lane)
+    # A wider exchange reaches earlier segments, not later ones.
+    across = np.where((lane ^ 9) // 8 <= lane // 8, lane ^ 9, lane)
+    sources = [np.full(96, 7), lane // 8 * 8 + (lane + 1) % 8, up, down, lane ^ 9, narrow, across]
     for got, source in zip(out, sources, strict=True):
         np.testing.assert_array_equal(got, (warp + source) * 3 + 1)
 
@@ -241,7 +251,7 @@ def test_a_mask_must_name_its_own_lane(module: HostModule) -> None:
 
 
 def test_shared_memory_starts_poisoned(ordered: HostModule, backend: HostBackend) -> None:
-    def words() -> np.ndarray:  # type: ignore[type-arg]
+    def words() -> np.ndarray:
         out = np.zeros((6, 28), np.uint32)
         ordered.launch("read_poison", grid=6, block=1, shared=80, args=[Pointer(out), np.int32(20)])
         return out
@@ -390,8 +400,8 @@ def test_many_blocks_over_many_workers(workers: int) -> None:
         assert (total[0], greatest[0]) == (2 * 3000 * 33, 3000 * 33 - 1)
 
 
-def order_of(order: str, seed: int = 0) -> np.ndarray:  # type: ignore[type-arg]
-    module = HostBackend(order=order, seed=seed, workers=1).load(SOURCE)  # type: ignore[arg-type]
+def order_of(order: Order, seed: int = 0) -> np.ndarray:
+    module = HostBackend(order=order, seed=seed, workers=1).load(SOURCE)
     out = np.zeros((3, 2, 70), np.int32)
     module.launch("order", grid=3, block=70, args=[Pointer(np.zeros(1, np.int32)), Pointer(out)])
     return out
@@ -441,7 +451,7 @@ def in_threads(n: int, work: Callable[[int], None]) -> None:
 
 
 def test_launches_from_several_threads(backend: HostBackend) -> None:
-    modules = [backend.with_order(order, 3).load(SOURCE) for order in ORDERS]  # type: ignore[arg-type]
+    modules = [backend.with_order(order, 3).load(SOURCE) for order in ORDERS]
 
     def work(i: int) -> None:
         for n in range(60):
@@ -451,33 +461,34 @@ def test_launches_from_several_threads(backend: HostBackend) -> None:
             out = run(modules[i % 3], "rotate", np.zeros(64 * 9, np.float32), grid=9)
             expected = np.arange(9)[:, None] * 1000 + (np.arange(64) + 1) % 64
             np.testing.assert_array_equal(out.reshape(9, 64), expected)
+            total = np.zeros(2, np.uint32)
+            modules[i % 3].launch("count", grid=200, block=64, args=[Pointer(total), Pointer(total, 1)])
+            assert total.tolist() == [2 * 200 * 64, 200 * 64 - 1]
 
     in_threads(6, work)
 
 
-def test_launch_after_fork(module: HostModule) -> None:
-    run(module, "rotate", np.zeros(64 * 50, np.float32), grid=50)
+def test_launch_after_fork() -> None:
+    module = HostBackend(workers=3).load(SOURCE)
+
+    def count_threads() -> int:
+        total = np.zeros(2, np.uint32)
+        module.launch("count", grid=3000, block=64, args=[Pointer(total), Pointer(total, 1)])
+        assert total.tolist() == [2 * 3000 * 64, 3000 * 64 - 1]
+        with pytest.raises(LaunchError):
+            module.launch("half_arrive", grid=4, block=64, args=[])
+        return len(os.listdir("/proc/self/task"))
+
+    count_threads()
     child = os.fork()
     if child == 0:
+        status = 2
         try:
-            out = run(module, "rotate", np.zeros(64 * 50, np.float32), grid=50)
-            good = np.array_equal(out.reshape(50, 64)[:, 0], np.arange(50) * 1000 + 1)
-            with pytest.raises(LaunchError):
-                module.launch("half_arrive", grid=4, block=64, args=[])
-            os._exit(0 if good else 1)
-        except BaseException:
-            os._exit(2)
+            status = 0 if count_threads() == 3 else 1  # it has helpers of its own
+        finally:
+            os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    run(module, "rotate", np.zeros(64 * 50, np.float32), grid=50)
-
-
-def test_fresh_arrays_are_aligned_and_poisoned(backend: HostBackend) -> None:
-    floats = backend.empty((3, 5), np.float32)
-    assert floats.shape == (3, 5)
-    assert np.isnan(floats).all()
-    assert floats.ctypes.data % 128 == 0
-    assert (backend.empty(7, np.int32) == -1).all()
-    assert backend.empty((0, 4), np.float32).shape == (0, 4)
+    count_threads()
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,9 @@ def test_dense_lists_of_any_length(engine, nk):
     q, lists = normal(3, len(nk), TINY.query_heads, TINY.head_dim), KeyLists.dense(nk)
     got = fast.chunks(TINY, cache, q, lists, engine=engine)
     want = reference.chunks(TINY, cache, q, lists)
+    ahead = fast.chunks_ahead(TINY, cache, q, lists, engine=engine)
+    for name in "oml":
+        assert_bits(getattr(ahead, name), getattr(got, name), name)
     np.testing.assert_array_equal(np.isneginf(got.m), np.isneginf(want.m))
     np.testing.assert_allclose(got.l, want.l, rtol=1e-5)
     np.testing.assert_allclose(got.o, want.o, atol=2e-2)
