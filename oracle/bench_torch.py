@@ -26,7 +26,8 @@ def sdpa_after_gather(cache: LayerCache, q: Bf16Array, keys: int) -> dict[str, C
         torch.set_num_threads(1)
         try:
             k, v = (arena[at].reshape(1, keys, g.kv_heads, g.head_dim).transpose(1, 2).to(dtype) for at in rows)
-            return torch.nn.functional.scaled_dot_product_attention(query.to(dtype), k, v, enable_gqa=True)
+            out = torch.nn.functional.scaled_dot_product_attention(query.to(dtype), k, v, enable_gqa=True)
+            return out.float().numpy().reshape(1, g.query_heads, g.head_dim)
         finally:
             torch.set_num_threads(threads)
 

@@ -1,22 +1,25 @@
 """A plain paged chunk kernel in Triton, under Triton's interpreter. Needs triton and torch.
 
-It stands for what kernels written in Triton cost to test without a GPU; its results are not used.
+It stands for what kernels written in Triton cost to test without a GPU.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton.jit is applied
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
+from ..reference import merge
 from ..reference.geometry import CHUNK, TILE
 from ..reference.layout import LayerCache
-from ..reference.results import Bf16Array
+from ..reference.results import Bf16Array, Partials
 from .bench import Contender
 
 
@@ -51,7 +54,7 @@ def _chunk(
 
 
 def paged_row(cache: LayerCache, q: Bf16Array, keys: int) -> Contender:
-    """One row's chunk partials over all keys."""
+    """One row over all keys: partials by the kernel, merged by the reference."""
     g, layout = cache.layout.geometry, cache.layout
     assert cache.table is not None
     arena = torch.from_numpy(cache.buffer.view(np.int16)).view(torch.bfloat16)
@@ -62,10 +65,11 @@ def paged_row(cache: LayerCache, q: Bf16Array, keys: int) -> Contender:
     m, l = torch.empty(chunks, g.query_heads), torch.empty(chunks, g.query_heads)
     bases = [layout.part(cache.layer, part).base for part in ("keys", "values")]
 
-    def run() -> None:
+    def run() -> npt.NDArray[Any]:
         _chunk[(chunks, g.kv_heads)](
             arena, table, query, o, m, l, *bases, layout.page_elements, layout.page_size, keys, g.head_dim**-0.5,
             KV_HEADS=g.kv_heads, GROUP=g.group, ROWS=16, D=g.head_dim, CHUNK=CHUNK, TILE=TILE,
         )  # fmt: skip
+        return merge(g, Partials(*(x.numpy()[None] for x in (o, m, l))))
 
     return run

@@ -175,8 +175,8 @@ class LayerCache:
                 f"entries; grow the table to {live}"
             )
         used = self.table[:live]
-        outside = np.flatnonzero((used < 0) | (used >= self.layout.pages))
-        if len(outside):
+        if live and not 0 <= used.min() <= used.max() < self.layout.pages:
+            outside = np.flatnonzero((used < 0) | (used >= self.layout.pages))
             raise ValueError(
                 f"page table entry {outside[0]} names page {used[outside[0]]}; the arena has pages 0 to "
                 f"{self.layout.pages - 1}"

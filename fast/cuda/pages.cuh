@@ -16,7 +16,7 @@ struct Pages {
 // Offset of row i, `rows` of which a page holds.
 __device__ __forceinline__ long long row_at(const Pages& pages, int i, int rows, int stride) {
   if (!pages.table) return static_cast<long long>(i) * stride;
-  int page = i / rows;
+  const unsigned page = static_cast<unsigned>(i) / static_cast<unsigned>(rows);  // both are positive: a cheaper division
   return pages.table[page] * pages.page_elements + static_cast<long long>(i - page * rows) * stride;
 }
 
