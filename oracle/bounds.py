@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..reference import attention as attention_of
 from ..reference import chunks as reference_chunks
 from ..reference import gate as reference_gate
 from ..reference import merge as reference_merge
@@ -43,9 +44,12 @@ class Arithmetic:
         exp_floor: absolute error of exp anywhere below.
         turn: absolute error of cos and sin.
         tiny: absolute error of one operation that underflows.
+        probability: unit roundoff of the weights as the value product takes them; 2**-8 for bf16, 0 where they stay in
+            the accumulator's format. Our own kernels' bf16 weights are carried exactly instead.
     """
 
     unit: float = 2.0**-24
+    probability: float = 2.0**-8
     exp: float = 2.0**-22
     exp_floor: float = 2.0**-126
     turn: float = 2.0**-23
@@ -352,3 +356,41 @@ def gate(geometry: Geometry, out: Bf16Array, projection: Bf16Array, arithmetic: 
     error = np.abs(exact) * relative + np.abs(widen(out)) * 2 * arithmetic.exp_floor + arithmetic.tiny
     rounded = _rounded(_around(exact, error))
     return Interval(widen(reference_gate(geometry, out, projection)), rounded.low, rounded.high)
+
+
+def plain_attention(
+    q: FloatArray, keys: FloatArray, values: FloatArray, scale: float, arithmetic: Arithmetic = FP32
+) -> Interval:
+    """Bound of one row of `reference.attention`, [QH, D], before its result is rounded.
+
+    Weight k is exp(s_k - m), whatever m the kernel subtracts: it errs by e_k, the score's error, and by the roundings
+    of the difference and of exp; a running maximum rescales at most once per key. The shift m cancels between the
+    value product and the normaliser. Sums are taken to be in any order.
+    """
+    value = attention_of(q, keys, values, scale=scale)
+    n, kv_heads = keys.shape[:2]
+    if not n:
+        return exact(value)
+    u = arithmetic.unit
+    grouped = q.reshape(kv_heads, -1, q.shape[-1])
+    s = np.einsum("hgd,nhd->hgn", grouped, keys) * scale
+    size = np.einsum("hgd,nhd->hgn", np.abs(grouped), np.abs(keys)) * abs(scale)
+    top = s.max(axis=-1, keepdims=True)
+    e = arithmetic.gamma(q.shape[-1] + 2) * size + q.shape[-1] * arithmetic.tiny
+    exponent = e + e.max(axis=-1, keepdims=True) + 2 * u * np.abs(s - top) + (n + 1) * (arithmetic.exp + u)
+    p = np.exp(s - top)
+    weight = p * np.expm1(exponent * SLACK) + arithmetic.exp_floor
+    order = arithmetic.gamma(2 * n + 2)
+    rounded = weight * (1 + arithmetic.probability) + p * arithmetic.probability
+    o_error = np.einsum("hgn,nhd->hgd", rounded + (p + rounded) * order, np.abs(values))
+    l = p.sum(axis=-1, keepdims=True)
+    l_error = (rounded + (p + rounded) * order).sum(axis=-1, keepdims=True)
+    ratio = value.reshape(o_error.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = (o_error + np.abs(ratio) * l_error) / np.maximum(l - l_error, 0.0) * (1 + 4 * u)
+    return _around(value, (error + arithmetic.tiny).reshape(value.shape))
+
+
+def stored(x: Interval, unit: float, tiny: float) -> Interval:
+    """The interval after a rounding to a storage format: its unit roundoff, and half its least subnormal."""
+    return _widened(x, unit, tiny)

@@ -19,20 +19,26 @@ CHECK_LAYERS = 2
 """Layers that a checked arena holds, so that a layer's part of a page does not start at the page."""
 
 
+RopeMode = Literal["text", "delta", "media"]
+Profile = Literal["normal", "heavy", "tied", "zeros", "tiny", "huge"]
+PROFILES: tuple[Profile, ...] = ("normal", "heavy", "tied", "zeros", "tiny", "huge")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamCase:
     """One stream: `cached` positions of history, then a window of `rows` rows.
 
     Attributes:
         rope: how its rows are rotated.
-        tied: all but half a budget of its blocks have zero indexer keys, so that the selection's cut falls among equal
-            scores.
+        profile: what its data look like. "tied": all but half a budget of its blocks have zero indexer keys, so that
+            the selection's cut falls among equal scores; "heavy": a few rows outweigh all others; "zeros": half of all
+            elements are zeros of either sign; "tiny" and "huge": other magnitudes.
     """
 
     cached: int
     rows: int
-    rope: Literal["text", "delta", "media"] = "text"
-    tied: bool = False
+    rope: RopeMode = "text"
+    profile: Profile = "normal"
 
     @property
     def end(self) -> int:
@@ -87,7 +93,7 @@ def cases(geometry: Geometry) -> tuple[Case, ...]:
         Case(
             name="prompt",
             edge="a prompt chunk of 64 rows, and a decode step whose scores tie at the cut",
-            streams=(StreamCase(cached=2 * sparse_from, rows=64), StreamCase(cached=3001, rows=1, tied=True)),
+            streams=(StreamCase(cached=2 * sparse_from, rows=64), StreamCase(cached=3001, rows=1, profile="tied")),
             dense_rows=1,
         ),
         Case(
@@ -163,8 +169,8 @@ def _stream(geometry: Geometry, case: StreamCase, rng: np.random.Generator) -> S
     g = geometry
     history = tuple(
         {
-            "keys": _normal(rng, (case.cached, g.kv_heads, g.head_dim)),
-            "values": _normal(rng, (case.cached, g.kv_heads, g.head_dim)),
+            "keys": _shaped(case, _normal(rng, (case.cached, g.kv_heads, g.head_dim)), rng),
+            "values": _shaped(case, _normal(rng, (case.cached, g.kv_heads, g.head_dim)), rng),
             "index_keys": _index_keys(geometry, case, rng),
         }
         for _ in range(g.layers)
@@ -172,18 +178,31 @@ def _stream(geometry: Geometry, case: StreamCase, rng: np.random.Generator) -> S
     return StreamData(
         case=case,
         history=history,
-        projection=_normal(rng, (case.rows, g.projection_width)),
+        projection=_shaped(case, _normal(rng, (case.rows, g.projection_width)), rng),
         rope=_rope(case, rng),
     )
 
 
 def _index_keys(geometry: Geometry, case: StreamCase, rng: np.random.Generator) -> npt.NDArray[Any]:
-    keys = _normal(rng, (case.cached, 1, geometry.index_dim))
-    if case.tied:
-        blocks = np.arange(case.cached) // geometry.block
-        kept = rng.choice(case.cached // geometry.block, geometry.top_blocks // 2, replace=False)
-        keys[~np.isin(blocks, kept)] = 0.0
+    keys = _shaped(case, _normal(rng, (case.cached, 1, geometry.index_dim)), rng)
+    blocks = case.cached // geometry.block
+    if case.profile == "tied" and blocks:
+        kept = rng.choice(blocks, min(blocks, geometry.top_blocks // 2), replace=False)
+        keys[~np.isin(np.arange(case.cached) // geometry.block, kept)] = 0.0
     return keys
+
+
+def _shaped(case: StreamCase, rows: npt.NDArray[Any], rng: np.random.Generator) -> npt.NDArray[Any]:
+    """Rows [n, ...] as the stream's profile wants them."""
+    if case.profile == "heavy" and len(rows):
+        rows[rng.integers(0, len(rows), max(1, len(rows) // 16))] *= BF16.type(16.0)
+    elif case.profile == "zeros":
+        rows[rng.random(rows.shape) < 0.5] = -0.0
+    elif case.profile == "tiny":
+        rows *= BF16.type(2.0**-20)
+    elif case.profile == "huge":
+        rows *= BF16.type(2.0**10)
+    return rows
 
 
 def _rope(case: StreamCase, rng: np.random.Generator) -> Rope:

@@ -121,32 +121,32 @@ def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) ->
         return _Ground(scene=base, workspace=workspace, layer=layer, operation=_BY_NAME[name], answers=answers)
 
     cache = base.cache(call.stream, layer)
-    yield _swapped(ground("prep", answers), call.end - 1)
+    yield from _swapped(ground("prep", answers), call.end - 1)
     store(cache, call, _BY_NAME["prep"], given)
     if len(call.completed):
         pool = ground("pool", answers)
-        yield _swapped(pool, int(call.completed[-1]) * call.geometry.block)
+        yield from _swapped(pool, int(call.completed[-1]) * call.geometry.block)
         yield pool.control("a planted raw indexer key", planted=_planted_index_key(call, cache))
     store(cache, call, _BY_NAME["pool"], given)
     if one.results["select.sparse"][0]:
         scores = ground("scores", one)
-        yield _swapped(scores)
+        yield from _swapped(scores)
         yield scores.control("a planted pooled row", planted=_planted_pooled(one))
         yield ground("select", one).control("a planted score", given=_with_planted_score(one))
     for name in ("chunks", "chunks_ahead", "dense"):
         reader = ground(name, one)
-        position = _read_position(name, one)
-        yield _swapped(reader, position)
-        yield reader.control("a planted key", planted=_planted_key(position, one))
-        yield reader.control("a planted value", planted=_planted_value(position, one))
+        position = _heaviest(name, one, cache)
+        yield from _swapped(reader, position)
+        yield reader.control("a planted key", planted=_planted_key(position, one, cache))
+        yield reader.control("a planted value", planted=_planted_value(position, one, cache))
     partials = {**one.results, "chunks.o": one.results["chunks.o"] + np.float32(64.0)}
     yield ground("merge", one).control("a planted partial", given=partials)
     out = {**one.results, "merge.out": (one.results["merge.out"].astype(np.float32) + 8.0).astype(BF16)}
     yield ground("gate", one).control("a planted output row", given=out)
 
 
-def _swapped(ground: _Ground, position: int = 0) -> Control:
-    """A swapped page table that changes the reference's answer; the last one tried, if none does.
+def _swapped(ground: _Ground, position: int = 0) -> Iterator[Control]:
+    """A swapped page table that changes the reference's answer; the last one tried, if none does; none in one page.
 
     Two full pages of a dense row can be swapped without changing its key set. So the page of `position`, which the
     kernel reads, is swapped with the last, partly filled page first, and with a page of another stream last.
@@ -165,34 +165,45 @@ def _swapped(ground: _Ground, position: int = 0) -> Control:
         swapped[[i, j]] = table[[j, i]]
         tried = ground.control(f"a page table with entries {i} and {j} swapped", table=swapped)
         if tried.effective:
-            return tried
-    for entry in (live - 1, read):
+            yield tried
+            return
+    for entry in () if table[live] in table[:live] else (live - 1, read):
         foreign = table.copy()
         foreign[entry] = table[live]
         tried = ground.control(f"a page table whose entry {entry} names a page of another stream", table=foreign)
         if tried.effective:
-            return tried
-    assert tried is not None
-    return tried
+            break
+    if tried is not None:
+        yield tried
 
 
-def _read_position(name: str, answers: Answers) -> int:
-    """A position in the middle of the list that the last row reads."""
+def _heaviest(name: str, answers: Answers, cache: LayerCache) -> int:
+    """The position that the last row's first head weighs most: what is planted there is not drowned."""
     results = answers.results
-    if name == "dense" or not results["select.sparse"][0]:
-        return answers.call.end // 2
-    return int(results["select.ids"][0, results["select.nk"][0] // 2])
+    positions = np.arange(answers.call.end)
+    if name != "dense" and results["select.sparse"][0]:
+        positions = results["select.ids"][0, : results["select.nk"][0]]
+    keys = cache.read("keys", positions)[:, 0].astype(np.float64)
+    return int(positions[np.argmax(keys @ results["prep.q"][-1, 0].astype(np.float64))])
 
 
-def _planted_key(position: int, answers: Answers) -> Planted:
+def _planted_key(position: int, answers: Answers, cache: LayerCache) -> Planted:
     """A key that the first query head of each group scores far above all others."""
     queries = answers.results["prep.q"][-1][:: answers.call.geometry.group].astype(np.float32)
-    return Planted(part="keys", row=position, values=(8.0 * np.sign(queries)).astype(BF16))
+    size = 8.0 * _largest(cache, "keys", answers.call.end)
+    return Planted(part="keys", row=position, values=(size * np.sign(queries)).astype(BF16))
 
 
-def _planted_value(position: int, answers: Answers) -> Planted:
+def _planted_value(position: int, answers: Answers, cache: LayerCache) -> Planted:
+    """A value far larger than all others."""
     g = answers.call.geometry
-    return Planted(part="values", row=position, values=np.full((g.kv_heads, g.head_dim), 4096.0, BF16))
+    size = 4096.0 * _largest(cache, "values", answers.call.end)
+    return Planted(part="values", row=position, values=np.full((g.kv_heads, g.head_dim), size, BF16))
+
+
+def _largest(cache: LayerCache, part: Part, end: int) -> float:
+    """The largest magnitude of a stream's rows, at least 1."""
+    return max(1.0, float(np.abs(cache.read(part, np.arange(end)).astype(np.float32)).max()))
 
 
 def _planted_index_key(call: Call, cache: LayerCache) -> Planted:

@@ -112,12 +112,18 @@ class Operation:
         run: (kernels, call, results before it, cache it is given, cache its stores are read back through).
         bound: (call, results before it, cache) to the interval of each output; outputs without one are exact.
         stores: cache parts that it writes.
+        needs: functions of `Kernels` that it calls; its own name when empty.
     """
 
     name: str
     run: Run
     bound: Bound
     stores: tuple[Part, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    def implemented_by(self, kernels: object) -> bool:
+        """Whether the kernels have every function that this calls."""
+        return all(callable(getattr(kernels, name, None)) for name in self.needs or (self.name,))
 
 
 _ROWS = ("row", "head", "element")
@@ -274,7 +280,7 @@ OPERATIONS = (
     Operation(name="chunks_ahead", run=_chunks_ahead, bound=_chunks_ahead_bound),
     Operation(name="merge", run=_merge, bound=_merge_bound),
     Operation(name="gate", run=_gate, bound=_gate_bound),
-    Operation(name="dense", run=_dense, bound=_dense_bound),
+    Operation(name="dense", run=_dense, bound=_dense_bound, needs=("chunks", "merge")),
 )
 """In the order in which each finds its inputs among the results before it; "dense" is plain grouped-query attention
 over a stream's whole length, by chunks and merge."""

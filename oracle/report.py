@@ -51,12 +51,14 @@ class Report:
         counts: by (gate, kernel).
         worst: largest error of each output, as a fraction of its bound.
         failures: the first few of each gate and kernel.
+        not_judged: kernels that were not there to be run.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
     counts: dict[tuple[str, str], Count] = field(default_factory=lambda: defaultdict(Count))
     worst: dict[str, float] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
+    not_judged: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -96,6 +98,7 @@ class Report:
                 {"gate": gate, "kernel": kernel, "passed": c.passed, "failed": c.failed}
                 for (gate, kernel), c in self.counts.items()
             ],
+            "not_judged": sorted(self.not_judged),
             "worst_fraction_of_bound": self.worst,
             "failures": [asdict(f) for f in self.failures],
         }

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..reference import pool
 from ..reference.geometry import Geometry
 from ..reference.layout import BF16, PARTS, LayerCache, Layout
-from .cases import CaseData, StreamData
+from .cases import Case, CaseData, StreamData
 
 Tables = Literal["reversed", "shuffled"]
 TABLES: tuple[Tables, ...] = ("reversed", "shuffled")
@@ -24,7 +24,7 @@ SLACK_PAGES = 3
 """Pages of an arena that no stream owns."""
 
 TABLE_TAIL = 2
-"""Entries of a page table behind a stream's pages; they name pages of the other streams."""
+"""Entries of a page table behind a stream's pages; they name pages that are not its own."""
 
 
 class Workspace:
@@ -99,18 +99,26 @@ def contiguous(data: CaseData, workspace: Workspace, *, filler: Filler = "zero")
     return scene
 
 
-def paged(data: CaseData, workspace: Workspace, *, page_size: int, tables: Tables, filler: Filler, seed: int) -> Scene:
-    """All streams in one arena of pages, their pages interleaved, with slack pages between and behind them.
+def page_counts(case: Case, page_size: int) -> list[int]:
+    """Pages of each stream."""
+    return [-(-stream.end // page_size) for stream in case.streams]
 
-    "reversed" hands the pages out from the last to the first, "shuffled" at random.
-    """
-    pages = [-(-s.case.end // page_size) for s in data.streams]
-    layout = Layout(geometry=data.geometry, page_size=page_size, pages=sum(pages) + SLACK_PAGES)
-    physical = np.arange(layout.pages, dtype=np.int32)
+
+def page_order(case: Case, *, page_size: int, tables: Tables, seed: int) -> tuple[int, ...]:
+    """Physical pages in the order in which they are handed out: from the last to the first, or at random."""
+    pages = sum(page_counts(case, page_size)) + SLACK_PAGES
     if tables == "reversed":
-        physical = physical[::-1].copy()
-    else:
-        physical = np.random.Generator(np.random.PCG64([seed, page_size])).permutation(physical)
+        return tuple(reversed(range(pages)))
+    return tuple(np.random.Generator(np.random.PCG64([seed, page_size])).permutation(pages).tolist())
+
+
+def paged(
+    data: CaseData, workspace: Workspace, *, page_size: int, order: tuple[int, ...], filler: Filler = "zero"
+) -> Scene:
+    """All streams in one arena of pages, their pages interleaved; what `order` has left over is slack."""
+    pages = page_counts(data.case, page_size)
+    layout = Layout(geometry=data.geometry, page_size=page_size, pages=len(order))
+    physical = np.array(order, np.int32)
     owners = np.argsort(np.concatenate([(np.arange(n) + 0.5) / n for n in pages]), kind="stable")
     stream_of = np.repeat(np.arange(len(pages)), pages)[owners]
     owned = tuple(physical[: sum(pages)][stream_of == stream] for stream in range(len(pages)))
@@ -119,16 +127,17 @@ def paged(data: CaseData, workspace: Workspace, *, page_size: int, tables: Table
         geometry=data.geometry,
         layouts=(layout,) * len(pages),
         buffers=(arena,) * len(pages),
-        tables=tuple(np.concatenate([mine, _foreign(owned, stream)]) for stream, mine in enumerate(owned)),
+        tables=tuple(np.concatenate([mine, _foreign(physical, mine)]) for mine in owned),
         owned=owned,
     )
     _store_history(data, scene)
     return scene
 
 
-def _foreign(owned: tuple[npt.NDArray[np.int32], ...], stream: int) -> npt.NDArray[np.int32]:
-    """A table's tail: the first pages of the next stream."""
-    return np.resize(owned[(stream + 1) % len(owned)], TABLE_TAIL)
+def _foreign(physical: npt.NDArray[np.int32], own: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """A table's tail: pages that are not the stream's, or zeros where it owns them all."""
+    others = physical[~np.isin(physical, own)]
+    return np.resize(others if len(others) else np.zeros(1, np.int32), TABLE_TAIL)
 
 
 def _filled(buffer: npt.NDArray[np.generic], filler: Filler) -> npt.NDArray[np.generic]:

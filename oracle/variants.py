@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..fast import ORDERS, HostBackend, KernelSources
 from ..reference.geometry import Geometry
@@ -29,6 +30,11 @@ class Variant:
     kernels: Kernels
     broken_guards: Callable[[], list[str]]
     prepare: Callable[[Geometry, Callable[[str], None]], None]
+
+
+def variant_of(kernels: Any, *, name: str = "kernels") -> Variant:
+    """Anyone's kernels as the one variant of a check: an object with some of the functions of `Kernels`."""
+    return Variant(name=name, kernels=kernels, broken_guards=list, prepare=lambda geometry, progress: None)
 
 
 def host_variants(

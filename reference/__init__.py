@@ -5,10 +5,11 @@ bf16 exactly where the kernels store bf16, and nowhere else. The rotary angle al
 trained with it.
 """
 
+from .attention import attention, paged_attention
 from .chunks import chunks
 from .gate import gate
 from .geometry import FLASH_NEXT, PRESETS, TEXT, TINY, Geometry, Rope, Weights
-from .layout import LayerCache, Layout
+from .layout import KV_STYLES, KvLayout, LayerCache, Layout
 from .merge import merge
 from .pool import pool
 from .prep import prep
@@ -19,11 +20,13 @@ from .window import window
 
 __all__ = [
     "FLASH_NEXT",
+    "KV_STYLES",
     "PRESETS",
     "TEXT",
     "TINY",
     "Geometry",
     "KeyLists",
+    "KvLayout",
     "LayerCache",
     "Layout",
     "Partials",
@@ -31,9 +34,11 @@ __all__ = [
     "Rope",
     "Weights",
     "Window",
+    "attention",
     "chunks",
     "gate",
     "merge",
+    "paged_attention",
     "pool",
     "prep",
     "scores",

@@ -11,7 +11,7 @@ engines' layouts are the same map with other strides. Offsets are int64: an aren
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -203,3 +203,78 @@ class LayerCache:
         width = self.layout.part(self.layer, part).width
         view = np.lib.stride_tricks.sliding_window_view(self.buffer, width, writeable=True)
         view[self.offsets(part, rows)] = values
+
+
+KvStyle = Literal["nhd", "hnd", "interleaved_nhd", "interleaved_hnd"]
+KV_STYLES: tuple[KvStyle, ...] = ("nhd", "hnd", "interleaved_nhd", "interleaved_hnd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvLayout:
+    """Keys and values as other engines page them: one layer, any dtype.
+
+    "nhd" is [pages, page, heads, dim] and "hnd" [pages, heads, page, dim], keys and values in arrays of their own;
+    "interleaved_nhd" and "interleaved_hnd" are [pages, 2, ...], keys then values, in one. `padding` elements stand
+    unused behind each page.
+
+    Raises:
+        ValueError: a style that is not among these, or a size below 1.
+    """
+
+    style: KvStyle
+    pages: int
+    page_size: int
+    kv_heads: int
+    head_dim: int
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        if self.style not in KV_STYLES:
+            raise ValueError(f"cache style is {self.style!r}; it must be one of {', '.join(KV_STYLES)}")
+        for name in ("pages", "page_size", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.padding < 0:
+            raise ValueError(f"padding is {self.padding}; it must be 0 or more")
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether keys and values share an array."""
+        return self.style.startswith("interleaved")
+
+    @property
+    def page_elements(self) -> int:
+        """Elements from one page to the next."""
+        return (2 if self.interleaved else 1) * self._half + self.padding
+
+    @property
+    def elements(self) -> int:
+        """Elements of one array."""
+        return self.pages * self.page_elements
+
+    @property
+    def _half(self) -> int:
+        return self.page_size * self.kv_heads * self.head_dim
+
+    def part(self, part: Literal["keys", "values"]) -> RowMap:
+        """The address map of keys or values in their array."""
+        hnd = self.style.endswith("hnd")
+        return RowMap(
+            base=self._half if self.interleaved and part == "values" else 0,
+            page_stride=self.page_elements,
+            row_stride=self.head_dim if hnd else self.kv_heads * self.head_dim,
+            head_stride=self.page_size * self.head_dim if hnd else self.head_dim,
+            rows_per_page=self.page_size,
+            heads=self.kv_heads,
+            width=self.head_dim,
+        )
+
+    def view(self, array: npt.NDArray[Any], part: Literal["keys", "values"]) -> npt.NDArray[Any]:
+        """The part as engines see it: [pages, page, heads, dim] or [pages, heads, page, dim], a view of its array."""
+        m, item = self.part(part), array.dtype.itemsize
+        strides = [m.page_stride, m.row_stride, m.head_stride, 1]
+        shape = [self.pages, self.page_size, self.kv_heads, self.head_dim]
+        if self.style.endswith("hnd"):
+            strides[1], strides[2] = strides[2], strides[1]
+            shape[1], shape[2] = shape[2], shape[1]
+        return np.lib.stride_tricks.as_strided(array[m.base :], shape, [s * item for s in strides])

@@ -1,0 +1,146 @@
+"""Red controls for plain paged attention: wrong arguments that must change the result.
+
+A control counts only where it is effective: where the float64 reference, given the wrong arguments, leaves the bound of
+the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .attention import DTYPES, Array, AttentionCase
+from .bounds import Interval
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionControl:
+    """Wrong arguments for a kernel, and what is wrong with them, in words."""
+
+    name: str
+    arguments: dict[str, Array]
+
+
+def effective_control(case: AttentionCase, bound: Interval) -> AttentionControl | None:
+    """One effective control of a case; which one follows from the case, so that many cases try them all.
+
+    None where none is effective: a stream of one page in an arena of that page, all of it the same.
+    """
+    made = list(CONTROLS)
+    first = sum(case.lengths) + sum(case.order[:3]) + case.seeds[0]
+    for place in range(len(made)):
+        control = made[(first + place) % len(made)](case)
+        if control is not None and is_effective(case, control, bound):
+            return control
+    return None
+
+
+def is_effective(case: AttentionCase, control: AttentionControl, bound: Interval) -> bool:
+    """Whether the reference's answer leaves the bound of the right arguments."""
+    with np.errstate(all="ignore"):
+        return bool((bound.fraction(case.reference(control.arguments)) > 1).any())
+
+
+def swapped_table(case: AttentionCase) -> AttentionControl | None:
+    """Two entries of the longest stream's table swapped, its last one among them."""
+    stream = int(np.argmax(case.lengths))
+    if case.pages[stream] < 2:
+        return None
+    given = case.arguments()
+    table = given["page_table"][stream]
+    last = case.pages[stream] - 1
+    table[[0, last]] = table[[last, 0]]
+    return AttentionControl(f"a page table with entries 0 and {last} of stream {stream} swapped", given)
+
+
+def shifted_table(case: AttentionCase) -> AttentionControl | None:
+    """Every entry taken from the one behind it."""
+    if max(case.pages) < 2:
+        return None
+    given = case.arguments()
+    given["page_table"] = np.ascontiguousarray(np.roll(given["page_table"], -1, axis=1))
+    return AttentionControl("a page table that is off by one entry", given)
+
+
+def foreign_page(case: AttentionCase) -> AttentionControl | None:
+    """The first page of a stream replaced by one that is not its own."""
+    others = [page for page in case.order if page not in case.tables[0]]
+    if not others:
+        return None
+    given = case.arguments()
+    given["page_table"][0, 0] = others[0]
+    return AttentionControl("a page table that names a page which is not the stream's", given)
+
+
+def duplicate_page(case: AttentionCase) -> AttentionControl | None:
+    """A page of the longest stream named twice."""
+    stream = int(np.argmax(case.lengths))
+    if case.pages[stream] < 2:
+        return None
+    given = case.arguments()
+    given["page_table"][stream, 0] = given["page_table"][stream, case.pages[stream] - 1]
+    return AttentionControl(f"a page table of stream {stream} that names one page twice", given)
+
+
+def longer(case: AttentionCase) -> AttentionControl | None:
+    """The stale tail of each last page taken for part of the stream."""
+    given = case.arguments()
+    whole = np.array([n * case.page_size for n in case.pages], np.int32)
+    if (given["lengths"] == whole).all():
+        return None
+    given["lengths"] = whole
+    return AttentionControl("lengths that take in the stale tail of each last page", given)
+
+
+def shorter(case: AttentionCase) -> AttentionControl | None:
+    """Each length one too small."""
+    given = case.arguments()
+    if (np.array(case.lengths) <= np.array(case.query_lengths)).any():
+        return None
+    given["lengths"] = given["lengths"] - np.int32(1)
+    return AttentionControl("lengths that are one too small", given)
+
+
+def planted_key(case: AttentionCase) -> AttentionControl:
+    """A key that the last row scores far above all others."""
+    query = case.streams[0]["q"][-1].reshape(case.kv_heads, -1, case.head_dim)[:, 0]
+    return _planted(case, "keys", (16.0 * np.sign(query.astype(np.float32))).astype(DTYPES[case.dtype]))
+
+
+def planted_value(case: AttentionCase) -> AttentionControl:
+    """A value far from all others."""
+    return _planted(case, "values", np.full((case.kv_heads, case.head_dim), 4096.0, DTYPES[case.dtype]))
+
+
+def _planted(case: AttentionCase, part: str, row: Array) -> AttentionControl:
+    """A row in the middle of stream 0."""
+    given = case.arguments()
+    page, inside = divmod(case.lengths[0] // 2, case.page_size)
+    place = given[part][case.tables[0][page]]
+    if case.style.endswith("hnd"):
+        place[:, inside] = row
+    else:
+        place[inside] = row
+    return AttentionControl(f"a planted row of {part}", given)
+
+
+CONTROLS: tuple[Callable[[AttentionCase], AttentionControl | None], ...] = (
+    swapped_table,
+    planted_key,
+    planted_value,
+    shifted_table,
+    foreign_page,
+    duplicate_page,
+    longer,
+    shorter,
+)
+
+
+def applicable_controls(case: AttentionCase) -> Iterator[AttentionControl]:
+    """Every control that the case has room for."""
+    for make in CONTROLS:
+        control = make(case)
+        if control is not None:
+            yield control
