@@ -25,6 +25,9 @@ from pathlib import Path
 CACHE_VARIABLE = "KVPROOF_CACHE_DIR"
 COMPILE_TIMEOUT_S = 300
 
+OLDEST = {"g++": 12, "clang++": 17}
+"""Compilers that are looked for, and the oldest major version that has the vector builtins of host/lanes.h."""
+
 _MAGIC = b"kvproof1"
 _SHOWN_ERRORS = 3
 _SHOWN_LINES = 24
@@ -98,7 +101,7 @@ def cache_folder() -> Path:
 
 
 def find_compiler() -> Compiler:
-    """The compiler to use: `$CXX`, g++, clang++, else the one in the ziglang wheel.
+    """The compiler to use: `$CXX`, a g++ or clang++ that is new enough, else the one in the ziglang wheel.
 
     Raises:
         CompileError: `$CXX` does not run, or there is none of them.
@@ -110,15 +113,31 @@ def find_compiler() -> Compiler:
 def _find_compiler(chosen: str, path: str) -> Compiler:
     del path  # part of the key only
     if chosen:
-        return compiler_from(shlex.split(chosen))
-    for name in ("g++", "clang++"):
-        if shutil.which(name):
+        try:
+            words = shlex.split(chosen)
+        except ValueError as error:
+            raise CompileError("kernels", ("$CXX",), f"$CXX is {chosen!r}: {error}; set it to a command") from None
+        if not words:
+            raise CompileError("kernels", ("$CXX",), "$CXX is blank; set it to a C++ compiler, or unset it")
+        return compiler_from(words)
+    for name, oldest in OLDEST.items():
+        if shutil.which(name) and _major_version(name) >= oldest:
             return compiler_from([name])
     if (zig := find_zig()) is not None:
         return zig
     raise CompileError(
         "kernels", ("c++",), "no C++ compiler found: set $CXX, install g++ or clang++, or run `pip install ziglang`"
     )
+
+
+def _major_version(name: str) -> int:
+    """Major version of a compiler, 0 where it tells none."""
+    try:
+        done = subprocess.run([name, "-dumpversion"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    major = done.stdout.strip().partition(".")[0]
+    return int(major) if major.isdigit() else 0
 
 
 def compiler_from(command: Sequence[str]) -> Compiler:
@@ -244,6 +263,8 @@ def _compile(job: Build, compiler: Compiler, target: Path) -> None:
         if result.returncode != 0:
             raise CompileError(job.main, compiler.command, _shorten(result.stderr or result.stdout))
         made = folder / "out.so"
+        if not made.exists():
+            raise CompileError(job.main, compiler.command, "it ended without an error, but wrote no library")
         body = made.read_bytes()
         with open(made, "ab") as handle:  # what follows the last section is not loaded
             handle.write(_MAGIC + hashlib.sha256(body).digest())

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..reference.geometry import Geometry
 from ..reference.layout import LayerCache, Part
-from .backend import Argument, Backend, Dim3, Module, Pointer, address_of
+from .backend import Argument, Backend, Dim3, Module, Pointer, Source, address_of
 from .host_backend import HostBackend
 from .sources import FAMILIES, KernelSources
 
@@ -34,21 +34,30 @@ class Engine:
         backend: `HostBackend()` when None.
         sources: the packaged kernels when None.
         threads: of a block; the backend's best when None. No result depends on it.
+        gpu_split: share the work among a block's threads as on a GPU, also on a CPU, where that is slower: neighbouring
+            threads then take neighbouring pieces, and need every barrier that they need there.
     """
 
     def __init__(
-        self, backend: Backend | None = None, *, sources: KernelSources | None = None, threads: int | None = None
+        self,
+        backend: Backend | None = None,
+        *,
+        sources: KernelSources | None = None,
+        threads: int | None = None,
+        gpu_split: bool = False,
     ) -> None:
         self.backend = backend if backend is not None else HostBackend()
         self.sources = sources if sources is not None else KernelSources()
+        self.gpu_split = gpu_split
         self.threads = threads or (HOST_THREADS if self.backend.name == "host" else GPU_THREADS)
         self._modules: dict[tuple[str, Geometry], Module] = {}
 
     def prepare(self, geometry: Geometry, progress: Callable[[str], None] | None = None) -> None:
-        """Compile every family now, in parallel; `progress` is given each family's name as it is ready."""
-        sources = [self.sources.family(name, geometry, threads=self.threads) for name in FAMILIES]
+        """Compile what is not yet compiled, in parallel; `progress` is given each family's name when it is ready."""
+        missing = [name for name in FAMILIES if (name, geometry) not in self._modules]
+        sources = [self._source(name, geometry) for name in missing]
         modules = self.backend.load_all(sources, None if progress is None else lambda source: progress(source.name))
-        self._modules.update(((name, geometry), module) for name, module in zip(FAMILIES, modules, strict=True))
+        self._modules.update(((name, geometry), module) for name, module in zip(missing, modules, strict=True))
 
     def launch(
         self, geometry: Geometry, family: str, entry: str, *, grid: Dim3, args: Sequence[Argument], shared: int = 0
@@ -56,9 +65,11 @@ class Engine:
         """Launch one entry of a family over a grid of blocks; see `Module.launch`."""
         module = self._modules.get((family, geometry))
         if module is None:
-            module = self.backend.load(self.sources.family(family, geometry, threads=self.threads))
-            self._modules[family, geometry] = module
+            module = self._modules[family, geometry] = self.backend.load(self._source(family, geometry))
         module.launch(entry, grid=grid, block=(self.threads, 1, 1), args=args, shared=shared)
+
+    def _source(self, family: str, geometry: Geometry) -> Source:
+        return self.sources.family(family, geometry, threads=self.threads, gpu_split=self.gpu_split)
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A fresh array for a kernel to fill."""

@@ -44,10 +44,12 @@ class KernelSources:
             raise ValueError(f"{file} holds this text {found} times, it must hold it once: {old!r}")
         return KernelSources({**self.texts, file: self.texts[file].replace(old, new)})
 
-    def family(self, name: str, geometry: Geometry, *, threads: int) -> Source:
-        """One family at a geometry, for blocks of this many threads."""
+    def family(self, name: str, geometry: Geometry, *, threads: int, gpu_split: bool = False) -> Source:
+        """One family at a geometry, for blocks of this many threads; see `Engine` for `gpu_split`."""
         headers = {file: text for file, text in self.texts.items() if not file.endswith(".cu")}
-        return Source(name=name, text=self.texts[f"{name}.cu"], headers=headers, defines=defines(geometry, threads))
+        split: dict[str, int | str | None] = {"KVP_GPU_SPLIT": 1} if gpu_split else {}
+        given = {**defines(geometry, threads), **split}
+        return Source(name=name, text=self.texts[f"{name}.cu"], headers=headers, defines=given)
 
 
 def defines(geometry: Geometry, threads: int) -> dict[str, int | str | None]:

@@ -31,6 +31,7 @@ def window(
         LaunchError: a kernel failed.
     """
     engine = engine or default_engine()
+    engine.prepare(geometry)  # a compiler that fails does so before anything is stored
     prepared = prep(geometry, weights, cache, projection, pos0, rope, engine=engine)
     pool(geometry, weights, cache, pos0, len(projection), rope, engine=engine)
     block_scores = scores(geometry, cache, prepared.iq, pos0, engine=engine)

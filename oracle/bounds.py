@@ -7,6 +7,9 @@ so these bounds hold for every summation tree, ours and another engine's. A roun
 to lie in [a, b] rounds into [bf16(a), bf16(b)], which is how every bf16 step is carried here, without adding half an
 ulp where no value in reach changes its rounding.
 
+All of this holds where no fp32 operation overflows: a row's mean of squares needs elements below 2**59 or so, a value
+product weights and values whose sum stays below 2**127. Past that an output may be infinite and be called red.
+
 An output is within its bound where it lies in the interval; its error as a fraction of the bound is
 |got - reference| over the larger of the interval's two arms.
 """
@@ -85,7 +88,8 @@ class Interval:
 
 
 def _around(value: FloatArray, error: FloatArray) -> Interval:
-    reach = error * SLACK
+    """value +- error; an error that overflowed, or is unknown because something did, allows everything."""
+    reach = np.where(np.isnan(error) & ~np.isnan(value), np.inf, error * SLACK)
     return Interval(value, value - reach, value + reach)
 
 
@@ -172,10 +176,10 @@ def _rotated(x: Interval, angle: npt.NDArray[np.float32], arithmetic: Arithmetic
         return _rounded(_widened(Interval(one.value + two.value, one.low + two.low, one.high + two.high), 0.0, error))
 
     upper, lower = combine(cos, -sin), combine(sin, cos)
-    exact = widen(rotate(bf16(x.value), angle))
+    turned = widen(rotate(bf16(x.value), angle))
     rest = (x.low[..., 2 * half :], x.high[..., 2 * half :])
     return Interval(
-        exact,
+        turned,
         np.concatenate([upper.low, lower.low, rest[0]], axis=-1),
         np.concatenate([upper.high, lower.high, rest[1]], axis=-1),
     )
@@ -289,7 +293,7 @@ def _chunk_errors(
     order = arithmetic.gamma(n + 16)
 
     stray = np.maximum(high - taken, taken - low)
-    weight_error = (stray * (1 + grown + order) + taken * (grown + order * (1 + grown))) * rescale
+    weight_error = (stray * (1 + grown) * (1 + order) + taken * (grown + order * (1 + grown))) * rescale
     o = weight_error @ values + n * (arithmetic.tiny + arithmetic.exp_floor * values.max(axis=1)[:, None, :])
     l_error = p * (np.expm1((first + later) * SLACK) + order * 1.01) * rescale + 2 * arithmetic.exp_floor
     heads = geometry.query_heads
@@ -302,16 +306,20 @@ def merge(geometry: Geometry, partials: Partials, arithmetic: Arithmetic = FP32)
     A chunk's share is scaled by exp(m_c - M) in at most `chunks` steps, whose exponents add up to M - m_c: each step
     errs by exp's error and two roundings, the exponents by u (M - m_c).
     """
-    exact = Partials(*(widen(x) for x in (partials.o, partials.m, partials.l)))
-    zero = np.zeros_like(exact.m)
-    return _merged(geometry, exact, Partials(np.zeros_like(exact.o), zero, zero), arithmetic)
+    given = Partials(*(widen(x) for x in (partials.o, partials.m, partials.l)))
+    zero = np.zeros_like(given.m)
+    return _merged(geometry, given, Partials(np.zeros_like(given.o), zero, zero), arithmetic)
 
 
 def attention(geometry: Geometry, bound: PartialsBound, arithmetic: Arithmetic = FP32) -> Interval:
     """Bound of the whole attention row [R, QH, D], given that of its chunks."""
-    with np.errstate(invalid="ignore"):
-        errors = Partials(*(np.nan_to_num(x.high - x.value) for x in (bound.o, bound.m, bound.l)))
+    errors = Partials(*(_arm(x) for x in (bound.o, bound.m, bound.l)))
     return _merged(geometry, Partials(bound.o.value, bound.m.value, bound.l.value), errors, arithmetic)
+
+
+def _arm(x: Interval) -> FloatArray:
+    """How far an output may stray; 0 from the identity's infinite maximum."""
+    return np.where(np.isinf(x.value), 0.0, x.high - np.where(np.isinf(x.value), 0.0, x.value))
 
 
 def _merged(geometry: Geometry, value: Partials, error: Partials, arithmetic: Arithmetic) -> Interval:
@@ -340,7 +348,8 @@ def _merged(geometry: Geometry, value: Partials, error: Partials, arithmetic: Ar
     l_safe = np.where(empty, 1.0, l)[..., None]
     ratio = o / l_safe
     least = np.where(empty, 1.0, l - l_error)[..., None]
-    quotient = (o_error + np.abs(ratio) * l_error[..., None]) / least
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotient = np.where(least > 0, (o_error + np.abs(ratio) * l_error[..., None]) / least, np.inf)
     spread = _around(ratio, np.where(empty[..., None], 0.0, quotient * (1 + arithmetic.unit)))
     rounded = _rounded(_widened(spread, arithmetic.unit, 0.0))
     return Interval(widen(reference_merge(geometry, value)), rounded.low, rounded.high)
@@ -352,9 +361,9 @@ def gate(geometry: Geometry, out: Bf16Array, projection: Bf16Array, arithmetic: 
     e = np.exp(-np.abs(gates))
     sigmoid = np.where(gates < 0, e, 1.0) / (1.0 + e)
     relative = 2 * arithmetic.exp + arithmetic.gamma(4)
-    exact = widen(out) * sigmoid
-    error = np.abs(exact) * relative + np.abs(widen(out)) * 2 * arithmetic.exp_floor + arithmetic.tiny
-    rounded = _rounded(_around(exact, error))
+    product = widen(out) * sigmoid
+    error = np.abs(product) * relative + np.abs(widen(out)) * 2 * arithmetic.exp_floor + arithmetic.tiny
+    rounded = _rounded(_around(product, error))
     return Interval(widen(reference_gate(geometry, out, projection)), rounded.low, rounded.high)
 
 

@@ -31,8 +31,8 @@ class StreamCase:
     Attributes:
         rope: how its rows are rotated.
         profile: what its data look like. "tied": all but half a budget of its blocks have zero indexer keys, so that
-            the selection's cut falls among equal scores; "heavy": a few rows outweigh all others; "zeros": half of all
-            elements are zeros of either sign; "tiny" and "huge": other magnitudes.
+            the selection's cut falls among equal scores; "heavy": a few rows outweigh all others; "zeros": half of
+            all elements are zeros of either sign; "tiny" and "huge": other magnitudes.
     """
 
     cached: int
@@ -75,7 +75,10 @@ def cases(geometry: Geometry) -> tuple[Case, ...]:
         Case(
             name="block-tile",
             edge="both sides of a block and of a tile of 64",
-            streams=(StreamCase(cached=64 - block, rows=2 * block), StreamCase(cached=126, rows=3, rope="delta")),
+            streams=(
+                StreamCase(cached=max(0, 64 - block), rows=2 * block),
+                StreamCase(cached=126, rows=3, rope="delta"),
+            ),
         ),
         Case(
             name="page-chunk",
@@ -98,8 +101,8 @@ def cases(geometry: Geometry) -> tuple[Case, ...]:
         ),
         Case(
             name="9000",
-            edge="9,000 cached positions: 18 chunks, the last partly filled",
-            streams=(StreamCase(cached=8989, rows=11), StreamCase(cached=8999, rows=1)),
+            edge="both sides of 9,000 cached positions: 18 chunks, the last partly filled",
+            streams=(StreamCase(cached=8989, rows=11), StreamCase(cached=9000, rows=1)),
             dense_rows=1,
         ),
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,10 +25,17 @@ from ..reference.geometry import PRESETS, Geometry
 from .bench import ROUNDS, Timing, bench
 from .cases import PAGE_SIZES, QUICK, at_check, cases
 from .contract import Plan, check
+from .fault_report import matrix_json, mutants_json, print_matrix, print_mutants
+from .faults import chosen as chosen_faults
+from .fixture_set import holds_set
+from .fixture_verify import Finding, verify_set
+from .fixtures import DEFAULT_FORMS, DEFAULT_PAGES, FORMS, Recipe, write
+from .hunt import hunt
+from .mutants import mutants, portable, run_mutants, sample
 from .operations import OPERATIONS
 from .peer import Verdict, verify
 from .report import GATES, Report, write_json
-from .variants import Variant, host_variants
+from .variants import TIMEOUT_S, Variant, host_variants
 
 MISUSE = 2
 QUICK_PAGES = (16, 48)
@@ -54,6 +62,8 @@ def _console(*, stderr: bool = False) -> Console:
 console = _console()
 errors = _console(stderr=True)
 
+_Found = TypeVar("_Found", Finding, Verdict)
+
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")]
 
 
@@ -66,9 +76,19 @@ def main() -> None:
         sys.exit(MISUSE)
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"kvproof {version('kvproof')}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
-    """Numbers are NumPy's float64; kernels run on this machine's CPU."""
+def root(
+    shown: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Prove a paged attention kernel right; everything runs on this machine's CPU."""
 
 
 @app.command("check")
@@ -99,7 +119,7 @@ def check_command(
         replay=f"kvproof check --geometry {geometry} --case {{case}} --page {{page}} --backend {backend} --seed {seed}",
     )
     _require_writable(json_file)
-    host = HostBackend()
+    host = HostBackend(timeout_s=TIMEOUT_S)
     report = Report(facts=_facts(plan, host))
     run_check(plan, host_variants(seed=seed, backend=host), report)
     print_report(plan, report)
@@ -108,24 +128,59 @@ def check_command(
     raise typer.Exit(0 if report.green else 1)
 
 
+@fixtures_app.command("write")
+def write_command(
+    folder: Annotated[Path, typer.Argument(help="New or empty folder, or a set written before, which is replaced.")],
+    geometry: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = "tiny",
+    case: Annotated[
+        list[str] | None, typer.Option(help=f"A case of `check`; may be repeated. Default {QUICK}.")
+    ] = None,
+    page: Annotated[
+        list[int] | None, typer.Option(help=f"Page size in positions; may be repeated. Default {DEFAULT_PAGES}.")
+    ] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(FORMS)}; may be repeated. Default {DEFAULT_FORMS}.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the data and the shuffled tables.")] = 0,
+) -> None:
+    """Write inputs, expected bits and bounds for kernels in any language: safetensors files and a manifest."""
+    shape = at_check(_geometry(geometry))
+    known = {c.name: c for c in cases(shape)}
+    chosen = {_choose("--case", name, tuple(known)) for name in case or QUICK}
+    forms = {_choose("--layout", name, FORMS) for name in layout or DEFAULT_FORMS}
+    recipe = Recipe(
+        geometry=shape,
+        cases=tuple(c for name, c in known.items() if name in chosen),
+        page_sizes=tuple(sorted(set(page or DEFAULT_PAGES))),
+        forms=tuple(form for form in FORMS if form in forms),
+        seed=seed,
+    )
+    kernels = host_variants(seed=0)[0].kernels
+    with _progress(None, "write") as advance:
+        written = write(folder, recipe, kernels, progress=advance)
+    for file in written:
+        console.print(f"{file.stat().st_size:>12} {file}")
+
+
 @fixtures_app.command("verify")
 def verify_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of .safetensors files, such as fixtures/peer.")],
+    folder: Annotated[Path, typer.Argument(help="What `fixtures write` wrote, or peer files such as fixtures/peer.")],
     json_file: Json = None,
 ) -> None:
-    """Hold the reference and the kernels against files of an independent implementation."""
+    """Hold the reference and the kernels against fixture files, ours or an independent implementation's."""
     _require_writable(json_file)
     kernels = host_variants(seed=0)[0].kernels
-    verdicts: list[Verdict] = []
-    with _progress(None, "verify") as advance, threadpool_limits(1):
-        for verdict in verify(folder, kernels):
-            advance(f"{verdict.file} {verdict.tensor}")
-            verdicts.append(verdict)
-    _print_verdicts(verdicts)
-    green = all(v.message is None for v in verdicts)
+    found: Sequence[Finding | Verdict]
+    if holds_set(folder):
+        found = findings = _followed(verify_set(folder, kernels))
+        _print_findings(findings)
+    else:
+        found = verdicts = _followed(verify(folder, kernels))
+        _print_verdicts(verdicts)
+    green = all(one.message is None for one in found)
     if json_file is not None:
         write_json(
-            json_file, {"format": "kvproof fixtures verify", "green": green, "verdicts": [asdict(v) for v in verdicts]}
+            json_file, {"format": "kvproof fixtures verify", "green": green, "verdicts": [asdict(one) for one in found]}
         )
     raise typer.Exit(0 if green else 1)
 
@@ -144,6 +199,56 @@ def bench_command(
     _print_timings(timings, absent)
     if json_file is not None:
         write_json(json_file, {"format": "kvproof bench", "timings": [asdict(t) for t in timings], "absent": absent})
+
+
+@app.command("faults")
+def faults_command(
+    only: Annotated[list[str] | None, typer.Option(help="Only this entry, such as F09; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the drawn examples.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Faults at a time.")] = 2,
+    json_file: Json = None,
+) -> None:
+    """Plant each fault of the catalogue: the gate that should see it must go red, and green without it."""
+    faults = chosen_faults(only or ())
+    _require_jobs(seed, jobs)
+    _require_writable(json_file)
+    started = time.monotonic()
+    planted = [fault for fault in faults if fault.planted]
+    waiting = [fault for fault in faults if not fault.planted]
+    with _progress(len(planted), "faults") as advance:
+        found = hunt(planted, seed=seed, jobs=jobs, progress=lambda one: advance(f"{one.fault.id} {one.fault.title}"))
+    green = print_matrix(console, found, waiting, time.monotonic() - started)
+    if json_file is not None:
+        write_json(json_file, matrix_json(found, waiting, seed))
+    raise typer.Exit(0 if green else 1)
+
+
+@app.command("mutants")
+def mutants_command(
+    file: Annotated[list[str] | None, typer.Option(help="Only this source, such as pool.cu; may be repeated.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only so many, drawn by the seed.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the mutants drawn.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Mutants at a time.")] = 2,
+    json_file: Json = None,
+) -> None:
+    """Change each operator, index, comparison, constant and barrier of the kernels in turn: something must see it."""
+    drawn = sample(list(mutants(portable(), file or ())), limit, seed=seed)
+    _require_jobs(seed, jobs)
+    _require_writable(json_file)
+    started = time.monotonic()
+    with _progress(len(drawn), "mutants") as advance:
+        judged = run_mutants(drawn, jobs=jobs, progress=lambda one: advance(f"{one.mutant}: {one.status}"))
+    print_mutants(console, judged, time.monotonic() - started)
+    if json_file is not None:
+        write_json(json_file, mutants_json(judged, seed))
+    raise typer.Exit(1 if any(one.status == "survived" for one in judged) else 0)
+
+
+def _require_jobs(seed: int, jobs: int) -> None:
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}; it must be 0 or more")
+    if jobs < 1:
+        raise ValueError(f"--jobs is {jobs}; it must be at least 1")
 
 
 def run_check(plan: Plan, variants: Sequence[Variant], report: Report) -> None:
@@ -189,7 +294,7 @@ def print_report(plan: Plan, report: Report) -> None:
 def _cell(report: Report, gate: str, kernel: str) -> Text:
     count = report.counts.get((gate, kernel))
     if count is None:
-        return Text("-", style="dim")
+        return Text("not judged" if kernel in report.not_judged else "-", style="dim")
     if count.failed:
         return Text(f"{count.failed} of {count.passed + count.failed} FAILED", style="bold red")
     return Text(str(count.passed), style="green")
@@ -220,6 +325,47 @@ def _print_verdicts(verdicts: list[Verdict]) -> None:
         Text(
             f"{'RED' if red else 'GREEN'}: {len(verdicts) - len(red)} of {len(verdicts)} tensors within their bounds, "
             f"in {files} files, contiguous and through a shuffled page table",
+            style="bold red" if red else "bold green",
+        )
+    )
+
+
+def _followed(found: Iterator[_Found]) -> list[_Found]:
+    """All of them, with a progress bar."""
+    kept = []
+    with _progress(None, "verify") as advance, threadpool_limits(1):
+        for one in found:
+            advance(f"{one.file} {one.tensor}")
+            kept.append(one)
+    return kept
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    table = Table(title="files of expected results")
+    for name in ("file", "kernel"):
+        table.add_column(name)
+    for name in ("comparisons", "file to reference / bound", ""):
+        table.add_column(name, justify="right")
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.file, finding.kernel), []).append(finding)
+    last = None
+    for (file, kernel), both in groups.items():
+        bad = sum(f.message is not None for f in both)
+        mark = Text(f"{bad} RED" if bad else "ok", style="red" if bad else "green")
+        worst = max(f.worst for f in both)
+        table.add_row("" if file == last else file, kernel, str(len(both)), f"{worst:.3g}", mark)
+        last = file
+    console.print(table)
+    red = [f for f in findings if f.message is not None]
+    for finding in red:
+        console.print(Text(f"{finding.file}, {finding.check}: {finding.message}", style="red"))
+    files = len({f.file for f in findings})
+    console.print(
+        Text(
+            f"RED: {len(red)} of {len(findings)} comparisons failed, in {files} files"
+            if red
+            else f"GREEN: {len(findings)} comparisons, in {files} files: the kernels' bits, and the reference's bounds",
             style="bold red" if red else "bold green",
         )
     )
@@ -258,8 +404,12 @@ def _choose(option: str, value: str, allowed: Sequence[str]) -> str:
 
 def _require_writable(json_file: Path | None) -> None:
     """Fail before the work, not after it."""
-    if json_file is not None and not json_file.absolute().parent.is_dir():
+    if json_file is None:
+        return
+    if not json_file.absolute().parent.is_dir():
         raise ValueError(f"--json {json_file}: there is no folder {json_file.absolute().parent}; make it first")
+    if json_file.is_dir():
+        raise ValueError(f"--json {json_file} is a folder; name a file in it")
 
 
 def _facts(plan: Plan, host: HostBackend) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..fast import CompileError, LaunchError, default_engine
 from ..reference.geometry import Geometry
 from ..reference.layout import LayerCache, Layout
@@ -19,7 +21,7 @@ from .cases import CHECK_LAYERS, Case, CaseData, StreamCase, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
 from .memory import FastKernels, changed
-from .operations import AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, store
+from .operations import AHEAD, AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, store
 from .report import Failure, Report
 from .scene import (
     POISONS,
@@ -81,6 +83,7 @@ class _Run:
     report: Report
     data: CaseData
     calls: tuple[Call, ...]
+    kept: tuple[Array, ...]
     where: str
     replay: str
 
@@ -153,10 +156,12 @@ def check_example(example: Example, variants: Sequence[Variant], report: Report)
     example's filler.
     """
     data = with_pooled(fill(example.geometry, example.case, seed=example.seed))
+    calls, kept = _calls(data), _kept(data)
     space = Workspace()
 
     def run(where: str) -> _Run:
-        return _Run(report=report, data=data, calls=_calls(data), where=where, replay=f"check_example({example!r})")
+        replay = f"check_example({example!r})"
+        return _Run(report=report, data=data, calls=calls, kept=kept, where=where, replay=replay)
 
     truth = _truth(run("contiguous"), contiguous(data, space), variants[0])
     if truth is None:
@@ -188,17 +193,23 @@ def _calls(data: CaseData) -> tuple[Call, ...]:
     )
 
 
+def _kept(data: CaseData) -> tuple[Array, ...]:
+    """Copies of what the kernels are given and must leave as it is."""
+    return tuple(stream.projection.copy() for stream in data.streams)
+
+
 def _check_case(
     plan: Plan, case: Case, variants: Sequence[Variant], report: Report, progress: Callable[[str], None]
 ) -> None:
     data = with_pooled(fill(plan.geometry, case, seed=plan.seed))
-    calls = _calls(data)
+    calls, kept = _calls(data), _kept(data)
 
     def run(where: str, page: int | None) -> _Run:
         pages = "" if page is None else f"page {page}, "
         replay = plan.replay.format(case=case.name, page=page or plan.page_sizes[0])
         progress(f"{case.name}: {pages}{where}")
-        return _Run(report=report, data=data, calls=calls, where=f"case {case.name}, {pages}{where}", replay=replay)
+        where = f"case {case.name}, {pages}{where}"
+        return _Run(report=report, data=data, calls=calls, kept=kept, where=where, replay=replay)
 
     space = Workspace()
     truth = _truth(run(f"contiguous, {variants[0].name}", None), contiguous(data, space), variants[0])
@@ -247,8 +258,8 @@ def _truth(run: _Run, scene: Scene, variant: Variant) -> Truth | None:
             if outputs is None:
                 return None
             given.update((name, array.copy()) for name, array in outputs.items())
-            if operation.name == "chunks_ahead" and judged:
-                plain = {name: given[name.replace("chunks_ahead", "chunks")] for name in outputs}
+            if operation.name in AHEAD and judged:
+                plain = {name: given[name.replace(operation.name, AHEAD[operation.name])] for name in outputs}
                 _compare(run, "bits", operation, call, outputs, plain, cache)
         _guards(run, operation, variant)
     return results
@@ -267,7 +278,11 @@ def _launch(
     """Run one operation; None, and a failure in the report, where the kernel failed."""
     try:
         return operation.run(variant.kernels, call, given, cache, view or cache)
-    except (LaunchError, CompileError) as error:
+    except LaunchError as error:
+        overrun = "address" in error.reason or "shared memory" in error.reason
+        run.fail("memory" if overrun else gate, operation.name, str(error))
+        return None
+    except (CompileError, TypeError, ValueError) as error:  # what the kernels before it gave does not fit
         run.fail(gate, operation.name, str(error))
         return None
 
@@ -296,6 +311,17 @@ def _window_run(run: _Run, scene: Scene, space: Workspace, variant: Variant, tru
         if operation.stores:
             _written(run, operation.name, scene, want)
     _readers_wrote_nothing(run, scene, want, variant, truth)
+    _inputs_are_whole(run)
+
+
+def _inputs_are_whole(run: _Run) -> None:
+    """No kernel may have written to what it was given."""
+    for call, data, kept in zip(run.calls, run.data.streams, run.kept, strict=True):
+        if not np.array_equal(call.projection.view(np.uint16), kept.view(np.uint16)):
+            run.fail(
+                "memory", "window", f"a kernel changed the projection of stream {call.stream}, which it only reads"
+            )
+            data.projection[...] = kept
 
 
 def _compare(
@@ -368,7 +394,7 @@ def _judge_control(run: _Run, control: Control, variant: Variant) -> None:
     try:
         got = control.operation.run(variant.kernels, control.call, control.given, control.cache, control.view)
         red = any(compare_bits(n, array, control.want[n], AXES[n], _NOWHERE) is not None for n, array in got.items())
-    except LaunchError:
+    except (LaunchError, ValueError):
         red = True  # a kernel that stops over a planted row has seen it
     run.judge(
         "controls", name, None if red else f"{control.name} changes the float64 answer, but the check stayed green"

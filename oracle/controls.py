@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reference.layout import BF16, LayerCache, Part
-from .operations import OPERATIONS, Answers, Call, Operation, Reference, Results, store
+from .operations import AHEAD, OPERATIONS, Answers, Call, Operation, Reference, Results, store
 from .scene import Scene, Workspace
 
 Table = npt.NDArray[np.int32]
@@ -95,8 +95,7 @@ class _Ground:
         )
 
     def _effective(self, view: LayerCache, table: Table | None, given: Results) -> bool:
-        # The next tile's loads are no part of the mathematics: chunks answers for chunks_ahead.
-        operation = _BY_NAME["chunks"] if self.operation.name == "chunks_ahead" else self.operation
+        operation = _BY_NAME[AHEAD.get(self.operation.name, self.operation.name)]
         own = view
         if operation.stores:
             own = self._cache("control's reference")
@@ -133,7 +132,7 @@ def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) ->
         yield from _swapped(scores)
         yield scores.control("a planted pooled row", planted=_planted_pooled(one))
         yield ground("select", one).control("a planted score", given=_with_planted_score(one))
-    for name in ("chunks", "chunks_ahead", "dense"):
+    for name in ("chunks", "chunks_ahead", "dense", "dense_ahead"):
         reader = ground(name, one)
         position = _heaviest(name, one, cache)
         yield from _swapped(reader, position)
@@ -181,7 +180,7 @@ def _heaviest(name: str, answers: Answers, cache: LayerCache) -> int:
     """The position that the last row's first head weighs most: what is planted there is not drowned."""
     results = answers.results
     positions = np.arange(answers.call.end)
-    if name != "dense" and results["select.sparse"][0]:
+    if not name.startswith("dense") and results["select.sparse"][0]:
         positions = results["select.ids"][0, : results["select.nk"][0]]
     keys = cache.read("keys", positions)[:, 0].astype(np.float64)
     return int(positions[np.argmax(keys @ results["prep.q"][-1, 0].astype(np.float64))])

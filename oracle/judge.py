@@ -91,8 +91,9 @@ def judge(
     if batch_bits and len(case.lengths) > 1:
         start = case.query_start
         for stream in range(len(case.lengths)):
-            alone = run(case.alone(stream).arguments())
-            run.same("bits", f"with stream {stream} alone", got[start[stream] : start[stream + 1]], alone)
+            alone = got.copy()
+            alone[start[stream] : start[stream + 1]] = run(case.alone(stream).arguments())
+            run.same("bits", f"with stream {stream} alone", got, alone)
     return worst
 
 

@@ -14,6 +14,7 @@ from ..reference.geometry import Geometry, Rope, Weights
 from ..reference.layout import PARTS, LayerCache
 from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
 from .compare import bits
+from .fenced import fenced
 from .scene import Scene
 
 GUARD_BYTES = 256
@@ -21,7 +22,7 @@ GUARD = 0xA5
 
 
 class GuardedEngine(Engine):
-    """An engine whose every output lies between guard bytes and starts poisoned.
+    """An engine whose every output lies between guard bytes, those between fences, and starts poisoned.
 
     Args:
         poison: the byte that fills an output before its kernel runs; 0xFF reads as NaN.
@@ -33,17 +34,19 @@ class GuardedEngine(Engine):
         *,
         sources: KernelSources | None = None,
         threads: int | None = None,
+        gpu_split: bool = False,
         poison: int = 0xFF,
     ) -> None:
-        super().__init__(backend, sources=sources, threads=threads)
+        super().__init__(backend, sources=sources, threads=threads, gpu_split=gpu_split)
         self.poison = poison
         self._guarded: list[npt.NDArray[np.uint8]] = []
+        self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A poisoned array between guards, which `broken_guards` watches from now on."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        raw = self.backend.empty((size + 2 * GUARD_BYTES,), np.uint8)
+        raw = self._take(size + 2 * GUARD_BYTES)
         raw[:] = GUARD
         raw[GUARD_BYTES : GUARD_BYTES + size] = self.poison
         self._guarded.append(raw)
@@ -51,7 +54,7 @@ class GuardedEngine(Engine):
         return inside
 
     def broken_guards(self) -> list[str]:
-        """What was written outside the outputs made since the last call."""
+        """What was written outside the outputs made since the last call; their memory is used again from now on."""
         found = []
         for raw in self._guarded:
             size = len(raw) - 2 * GUARD_BYTES
@@ -64,8 +67,17 @@ class GuardedEngine(Engine):
                     else f"byte {first - GUARD_BYTES} behind"
                 )
                 found.append(f"{len(touched)} guard bytes changed, the first {where} an output of {size} bytes")
+            self._free.setdefault(len(raw), []).append(raw)
         self._guarded.clear()
         return found
+
+    def _take(self, size: int) -> npt.NDArray[np.uint8]:
+        """Fenced memory, where it is the host's."""
+        if self.backend.name != "host":
+            raw: npt.NDArray[np.uint8] = self.backend.empty((size,), np.uint8)
+            return raw
+        free = self._free.get(size)
+        return free.pop() if free else fenced(size)
 
 
 class FastKernels:

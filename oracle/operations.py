@@ -17,7 +17,7 @@ from .. import reference
 from ..reference.geometry import CHUNK, Geometry, Rope, Weights
 from ..reference.layout import LayerCache, Part
 from ..reference.prep import split
-from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
+from ..reference.results import Bf16Array, KeyLists, Partials, Prepared, score_blocks
 from . import bounds
 from .bounds import Interval
 
@@ -129,6 +129,7 @@ class Operation:
 _ROWS = ("row", "head", "element")
 _STORED = ("position", "head", "element")
 _CHUNKED = ("row", "chunk", "head")
+_CHUNKERS = ("chunks", "chunks_ahead", "dense", "dense_ahead")
 _PARTIALS = {"o": (*_CHUNKED, "element"), "m": _CHUNKED, "l": _CHUNKED}
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -139,10 +140,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "prep.index_keys": _STORED,
     "pool.pooled": ("pooled row", "head", "element"),
     "scores.scores": ("row", "block"),
-    "select.ids": ("row", "entry"),
-    "select.nk": ("row",),
-    "select.sparse": ("row",),
-    **{f"{kernel}.{name}": axes for kernel in ("chunks", "chunks_ahead", "dense") for name, axes in _PARTIALS.items()},
+    **{f"{kernel}.{name}": axes for kernel in _CHUNKERS for name, axes in _PARTIALS.items()},
+    **{f"{kernel}.ids": ("row", "entry") for kernel in ("select", "select_close")},
+    **{f"{kernel}.{name}": ("row",) for kernel in ("select", "select_close") for name in ("nk", "sparse")},
     "merge.out": _ROWS,
     "gate.gated": _ROWS,
     "dense.out": _ROWS,
@@ -265,11 +265,46 @@ def _dense(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view
     return {**_chunk_outputs("dense", partials), "dense.out": out}
 
 
+def _dense_ahead(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
+    partials = kernels.chunks_ahead(call.geometry, cache, *_dense_call(call, given))
+    return _chunk_outputs("dense_ahead", partials)
+
+
+def _dense_ahead_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
+    """The same sums as dense, to the bit."""
+    return {f"dense_ahead.{name}": bounds.exact(given[f"dense.{name}"]) for name in ("o", "m", "l")}
+
+
+def close_scores(call: Call) -> Array:
+    """Scores that differ in their last bits only, many of them equal: fp32 [rows, blocks], from 1 upwards.
+
+    The cut falls among equal scores, so that one bit too few, or a tie taken the other way, changes the list.
+    """
+    blocks = score_blocks(call.geometry, call.pos0, call.rows)
+    rank = np.random.Generator(np.random.PCG64(blocks)).permuted(
+        np.tile(np.arange(blocks, dtype=np.uint32) // 2, (call.rows, 1)), axis=1
+    )
+    return (np.float32(1.0).view(np.uint32) + rank).view(np.float32)
+
+
+def _close(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
+    lists = kernels.select(call.geometry, close_scores(call), call.pos0)
+    return {"select_close.ids": lists.ids, "select_close.nk": lists.nk, "select_close.sparse": lists.sparse}
+
+
+def _close_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
+    lists = reference.select(call.geometry, close_scores(call), call.pos0)
+    return {f"select_close.{name}": bounds.exact(getattr(lists, name)) for name in ("ids", "nk", "sparse")}
+
+
 def _dense_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
     q, lists = _dense_call(call, given)
     bound = bounds.chunks(call.geometry, cache, q, lists)
     return {**_chunk_bounds("dense", bound), "dense.out": bounds.attention(call.geometry, bound)}
 
+
+AHEAD = {"chunks_ahead": "chunks", "dense_ahead": "dense"}
+"""Operations that load the next tile while one is summed, no part of the mathematics, and what they must equal."""
 
 OPERATIONS = (
     Operation(name="prep", run=_prep, bound=_prep_bound, stores=("keys", "values", "index_keys")),
@@ -281,9 +316,12 @@ OPERATIONS = (
     Operation(name="merge", run=_merge, bound=_merge_bound),
     Operation(name="gate", run=_gate, bound=_gate_bound),
     Operation(name="dense", run=_dense, bound=_dense_bound, needs=("chunks", "merge")),
+    Operation(name="dense_ahead", run=_dense_ahead, bound=_dense_ahead_bound, needs=("chunks_ahead",)),
+    Operation(name="select_close", run=_close, bound=_close_bound, needs=("select",)),
 )
-"""In the order in which each finds its inputs among the results before it; "dense" is plain grouped-query attention
-over a stream's whole length, by chunks and merge."""
+"""In the order in which each finds its inputs among the results before it. "dense" is plain grouped-query attention
+over a stream's whole length, by chunks and merge, "dense_ahead" its chunks by chunks_ahead; "select_close" gives select
+scores that differ in their last bits."""
 
 
 def store(cache: LayerCache, call: Call, operation: Operation, results: Results) -> None:

@@ -109,7 +109,17 @@ class Report:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON beside its place, then move it there: a reader never finds half a file."""
+    """Write JSON beside its place, then move it there: a reader never finds half a file.
+
+    What is there and is no regular file (a pipe, /dev/stdout) is written to as it is.
+    """
+    text = json.dumps(value, indent=2) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
     draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(draft, path)
+    try:
+        draft.write_text(text)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ from ..reference import pool
 from ..reference.geometry import Geometry
 from ..reference.layout import BF16, PARTS, LayerCache, Layout
 from .cases import Case, CaseData, StreamData
+from .fenced import fenced
 
 Tables = Literal["reversed", "shuffled"]
 TABLES: tuple[Tables, ...] = ("reversed", "shuffled")
@@ -34,11 +35,11 @@ class Workspace:
         self._held: dict[str, npt.NDArray[np.generic]] = {}
 
     def take(self, role: str, elements: int) -> npt.NDArray[np.generic]:
-        """The role's buffer, bf16 [elements], holding anything; taking it again ends its earlier use."""
+        """The role's buffer, bf16 [elements], holding anything, its end fenced; taking it again ends its earlier use."""
         held = self._held.get(role)
         if held is None or len(held) < elements:
-            held = self._held[role] = np.zeros(elements, BF16)
-        return held[:elements]
+            held = self._held[role] = fenced(elements * BF16.itemsize).view(BF16)
+        return held[len(held) - elements :]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,6 +11,11 @@ from ..reference.geometry import Geometry
 from .memory import FastKernels, GuardedEngine
 from .operations import Kernels
 
+SHUFFLED_THREADS = 24
+
+TIMEOUT_S = 60.0
+"""CPU seconds after which a launch of a check is taken to hang."""
+
 _POISON = {"forward": 0xFF, "reverse": 0x7F, "shuffle": 0x55}
 """What an output holds before its kernel runs, by order: NaN, a huge value, a plausible one."""
 
@@ -42,15 +47,25 @@ def host_variants(
 ) -> tuple[Variant, ...]:
     """The CPU in three thread orders: forward, reverse, and shuffled by `seed`.
 
+    In the shuffled one a block's threads share the work as on a GPU, and their number divides nothing: threads then read
+    what others wrote wherever a barrier stands between them, so that a barrier which is missing shows.
+
     Args:
         sources: the packaged kernels when None.
         backend: whose compiler, flags and workers are used.
-        threads: of a block.
+        threads: of a block, in all three; what is best for each when None.
     """
-    base = backend or HostBackend()
+    base = backend or HostBackend(timeout_s=TIMEOUT_S)
     variants = []
     for order in ORDERS:
-        engine = GuardedEngine(base.with_order(order, seed), sources=sources, threads=threads, poison=_POISON[order])
+        shuffled = order == "shuffle"
+        engine = GuardedEngine(
+            base.with_order(order, seed),
+            sources=sources,
+            threads=threads or (SHUFFLED_THREADS if shuffled else None),
+            gpu_split=shuffled,
+            poison=_POISON[order],
+        )
         variants.append(
             Variant(
                 name=order,

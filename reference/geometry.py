@@ -17,11 +17,34 @@ CHUNK = 512
 TILE = 64
 """Keys of one online-softmax step inside a chunk."""
 
+MAX_POSITION = 2**31 - 1
+"""Positions, key lists and page tables are int32."""
+
 LANES = 8
 """Elements that one 16-byte load brings; every width is a multiple of it."""
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+
+def require_array(name: str, array: Any, dtype: npt.DTypeLike, shape: tuple[int | None, ...]) -> None:
+    """Raise unless `array` is a C-contiguous NumPy array of this dtype and shape (None: any extent).
+
+    Raises:
+        TypeError: not a NumPy array.
+        ValueError: dtype, shape or strides differ; the message says what was given and what is allowed.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
+    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
+    if array.dtype != np.dtype(dtype):
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be {np.dtype(dtype)} {wanted}")
+    if array.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, array.shape, strict=True)):
+        raise ValueError(f"{name} has shape {list(array.shape)}; it must be {wanted}")
+    if not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} has strides {array.strides}; it must be C-contiguous: pass np.ascontiguousarray({name})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +114,14 @@ class Geometry:
                     f"geometry {self.name!r}: {2 * self.rotary_half} rotated dims do not fit {name} {width}; "
                     f"rotary_half may be at most {width // 2}"
                 )
+        if not (self.eps > 0 and self.rope_theta > 0):
+            raise ValueError(
+                f"geometry {self.name!r}: eps is {self.eps} and rope_theta {self.rope_theta}; both must be above 0"
+            )
+        if len(self.mrope_sections) != 3 or min(self.mrope_sections) < 0:
+            raise ValueError(
+                f"geometry {self.name!r}: mrope_sections is {self.mrope_sections}; it must be three counts (t, h, w)"
+            )
         if sum(self.mrope_sections) != self.rotary_half:
             raise ValueError(
                 f"geometry {self.name!r}: mrope_sections {self.mrope_sections} add up to {sum(self.mrope_sections)}; "
@@ -207,13 +238,13 @@ class Rope:
     def __post_init__(self) -> None:
         if self.mode not in ("text", "delta", "media"):
             raise ValueError(f"rope mode is {self.mode!r}; it must be 'text', 'delta' or 'media'")
+        if isinstance(self.delta, bool) or not isinstance(self.delta, (int, np.integer)):
+            raise TypeError(f"rope delta is a {type(self.delta).__name__}; it must be an integer")
+        if not -MAX_POSITION <= self.delta <= MAX_POSITION:
+            raise ValueError(f"rope delta is {self.delta}; it must fit int32")
         if self.mode == "text" and self.delta:
             raise ValueError(f"rope mode 'text' takes no delta, but it is {self.delta}; use mode 'delta'")
-        if self.triples.dtype != np.int32 or self.triples.ndim != 2 or self.triples.shape[1] != 3:
-            raise ValueError(
-                f"rope triples are {self.triples.dtype} {list(self.triples.shape)}; "
-                "they must be int32 [media_length, 3]"
-            )
+        require_array("rope triples", self.triples, np.int32, (None, 3))
         if self.mode == "media" and not len(self.triples):
             raise ValueError("rope mode 'media' needs the prompt's (t, h, w) triples, but none are given")
         if self.mode != "media" and len(self.triples):
@@ -224,23 +255,3 @@ class Rope:
 
 TEXT = Rope()
 """Plain text: a row's rotary position is its position."""
-
-
-def require_array(name: str, array: Any, dtype: npt.DTypeLike, shape: tuple[int | None, ...]) -> None:
-    """Raise unless `array` is a C-contiguous NumPy array of this dtype and shape (None: any extent).
-
-    Raises:
-        TypeError: not a NumPy array.
-        ValueError: dtype, shape or strides differ; the message says what was given and what is allowed.
-    """
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
-    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
-    if array.dtype != np.dtype(dtype):
-        raise ValueError(f"{name} has dtype {array.dtype}; it must be {np.dtype(dtype)} {wanted}")
-    if array.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, array.shape, strict=True)):
-        raise ValueError(f"{name} has shape {list(array.shape)}; it must be {wanted}")
-    if not array.flags.c_contiguous:
-        raise ValueError(
-            f"{name} has strides {array.strides}; it must be C-contiguous: pass np.ascontiguousarray({name})"
-        )

@@ -80,6 +80,9 @@ class Layout:
     pages: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("page_size", "pages"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), (int, np.integer)):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be an integer")
         block = self.geometry.block
         if self.page_size < 1 or self.page_size % block:
             raise ValueError(

@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .geometry import CHUNK, Geometry, IntArray, Rope, Weights, require_array
+from .geometry import CHUNK, MAX_POSITION, Geometry, IntArray, Rope, Weights, require_array
 from .layout import BF16, LayerCache
 
 Bf16Array = npt.NDArray[np.generic]
 """An array of ml_dtypes.bfloat16, which NumPy's types know only as a generic."""
-
-MAX_POSITION = 2**31 - 1
-"""Key lists and page tables are int32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +113,10 @@ def require_store(geometry: Geometry, weights: Weights, cache: LayerCache, pos0:
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is a {type(rope).__name__}; it must be a Rope, for example geometry.TEXT")
     require_rows(pos0, rows)
+    if abs(pos0 + rows - 1 + int(rope.delta)) > MAX_POSITION:
+        raise ValueError(
+            f"position {pos0 + rows - 1} with rope delta {rope.delta} does not fit int32; give a smaller delta"
+        )
     require_cache(geometry, cache, pos0 + rows)
     if not cache.buffer.flags.writeable:
         raise ValueError("the cache buffer is read-only; this kernel stores rows, so pass a writable copy")

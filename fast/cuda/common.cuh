@@ -17,10 +17,15 @@
   extern __shared__ __align__(16) unsigned char name##_raw[]; \
   T* name = reinterpret_cast<T*>(name##_raw)
 #define KVP_INFINITY __int_as_float(0x7f800000)
-#define KVP_HOST_OR(host, device) (device)
 #else
 #define KVP_INFINITY __builtin_inff()
+#endif
+
+// How the threads of a block share the work; it never enters a sum. KVP_GPU_SPLIT: as on a GPU, on a CPU too.
+#if defined(KVP_HOST) && !defined(KVP_GPU_SPLIT)
 #define KVP_HOST_OR(host, device) (host)
+#else
+#define KVP_HOST_OR(host, device) (device)
 #endif
 
 #if defined(__clang__) || !defined(KVP_HOST)

@@ -37,22 +37,6 @@ BREAKS = (
         (("bits", "chunks"), ("bits", "scores"), ("bits", "prep")),
     ),
     Break(
-        "barrier-removed-in-chunks",
-        (
-            (
-                "chunks.cu",
-                "    look_up(tile + (AHEAD ? 2 : 1));\n    __syncthreads();",
-                "    look_up(tile + (AHEAD ? 2 : 1));",
-            ),
-        ),
-        (("bits", "chunks"),),
-    ),
-    Break(
-        "barrier-removed-in-the-norm",
-        (("rotary.cuh", "  __syncthreads();\n\n  const float mean", "  const float mean"),),
-        (("bits", "prep"),),
-    ),
-    Break(
         "row-written-past-the-end",
         (
             (
@@ -93,10 +77,86 @@ BREAKS = (
                 'extern "C"',
             ),
         ),
-        (("bound", "select"),),
+        (("bound", "select"), ("bound", "select_close")),
         cases=("prompt",),
     ),
+    Break(
+        "a-key-list-without-its-tail",
+        (
+            (
+                "select.cu",
+                "for (int i = tid; i < tail; i += KVP_THREADS) list",
+                "for (int i = tid; i < 0; i += KVP_THREADS) list",
+            ),
+        ),
+        (("bound", "select"), ("bits", "chunks")),
+    ),
+    Break(
+        "scores-compared-without-their-last-bits",
+        (
+            (
+                "select.cu",
+                "return u & 0x80000000u ? ~u : u | 0x80000000u;",
+                "return (u & 0x80000000u ? ~u : u | 0x80000000u) & ~1u;",
+            ),
+        ),
+        (("bound", "select_close"),),
+    ),
+    Break(
+        "next-tile-fetched-from-this-ones-rows",
+        (
+            (
+                "chunks.cu",
+                "fetch_rows<width>(buffer(tile + 1), keys, key_at[(tile + 1) & 3], keys_in(tile + 1))",
+                "fetch_rows<width>(buffer(tile + 1), keys, key_at[tile & 3], keys_in(tile + 1))",
+            ),
+        ),
+        (("bits", "dense_ahead"),),
+    ),
+    Break(
+        "pooled-rows-far-past-the-arena",
+        (("pages.cuh", "pages.positions / KVP_BLOCK, KVP_INDEX_DIM", "1, KVP_INDEX_DIM"),),
+        (("memory", "pool"),),
+    ),
+    Break(
+        "an-output-written-far-past-its-end",
+        (("gate.cu", "gated[at + d + i] =", "gated[at + d + i + (row > 0 ? 100000 : 0)] ="),),
+        (("memory", "gate"),),
+    ),
+    Break(
+        "an-input-written",
+        (
+            (
+                "gate.cu",
+                "const Lanes weight = sigmoid8",
+                "const_cast<bf16*>(gates)[d] = bf16{0}; const Lanes weight = sigmoid8",
+            ),
+        ),
+        (("memory", "window"),),
+    ),
 )
+
+
+BARRIER = "__syncthreads();"
+
+
+def barriers() -> list[tuple[str, int]]:
+    """Every barrier of the kernels: its file, and its place among the file's."""
+    texts = KernelSources().texts
+    return [(file, place) for file in sorted(texts) for place in range(texts[file].count(BARRIER))]
+
+
+def without_barrier(file: str, place: int) -> KernelSources:
+    """The kernels without one barrier."""
+    parts = KernelSources().texts[file].split(BARRIER)
+    text = BARRIER.join(parts[: place + 1]) + ";" + BARRIER.join(parts[place + 1 :])
+    return KernelSources({**KernelSources().texts, file: text})
+
+
+@pytest.mark.parametrize(("file", "place"), barriers(), ids=lambda x: str(x))
+def test_every_barrier_is_missed(file: str, place: int) -> None:
+    report = run(without_barrier(file, place), ("block-tile", "sparse"))
+    assert not report.green
 
 
 def run(sources: KernelSources, names: tuple[str, ...]) -> Report:

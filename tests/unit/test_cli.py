@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from kvproof.oracle import cli
-from kvproof.oracle.report import Failure, Report
+from kvproof.oracle.report import Failure, Report, write_json
 
 PEER = Path(__file__).parents[2] / "fixtures" / "peer"
 
@@ -28,8 +30,9 @@ def test_a_small_check_is_green_and_writes_json(tmp_path):
     assert report["green"] is True
     assert report["facts"]["page_sizes"] == [16]
     gates = {(count["gate"], count["kernel"]) for count in report["counts"]}
-    kernels = {"prep", "pool", "scores", "select", "chunks", "chunks_ahead", "merge", "gate", "dense"}
-    assert gates == {(gate, kernel) for gate in ("bits", "bound", "memory", "controls") for kernel in kernels}
+    kernels = {"prep", "pool", "scores", "select", "chunks", "chunks_ahead", "merge", "gate", "dense", "dense_ahead"}
+    assert gates >= {(gate, kernel) for gate in ("bits", "bound", "memory", "controls") for kernel in kernels}
+    assert gates >= {(gate, "select_close") for gate in ("bits", "bound", "memory")}
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
@@ -61,6 +64,44 @@ def test_a_compiler_that_does_not_run_exits_2(monkeypatch):
     done = kvproof("check", "--geometry", "tiny", "--case", "sparse", "--page", "16")
     assert done.returncode == 2
     assert "/no/such/compiler" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (" ", "$CXX is blank; set it to a C++ compiler, or unset it"),
+        ('"', "No closing quotation; set it to a command"),
+        ("/bin/true", "it ended without an error, but wrote no library"),
+    ],
+    ids=["blank", "quote", "does-nothing"],
+)
+def test_a_cxx_that_is_no_compiler_is_named(monkeypatch, tmp_path, chosen, message):
+    monkeypatch.setenv("CXX", chosen)
+    monkeypatch.setenv("KVPROOF_CACHE_DIR", str(tmp_path))
+    done = kvproof("check", "--geometry", "tiny", "--case", "sparse", "--page", "16")
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+
+
+def test_a_folder_is_no_file_for_json(tmp_path):
+    done = kvproof("check", "--json", str(tmp_path))
+    assert done.returncode == 2
+    assert "is a folder; name a file in it" in done.stderr
+    assert list(tmp_path.parent.glob("*.part")) == []
+
+
+def test_what_is_no_regular_file_is_written_to_as_it_is(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_json(pipe, {"green": True})
+    assert json.loads(os.read(reader, 1000)) == {"green": True}
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    os.close(reader)
+
+
+def test_the_version_is_told():
+    assert kvproof("--version").stdout.startswith("kvproof 0.")
 
 
 def test_verify_is_green_on_the_small_peer_files():

@@ -72,10 +72,12 @@ TRIPLES = np.zeros((2, 3), np.int32)
         ({"delta": 1}, "'text' takes no delta"),
         ({"mode": "media"}, "needs the prompt's"),
         ({"mode": "delta", "triples": TRIPLES}, "takes no triples, but 2 are given"),
-        ({"mode": "media", "triples": TRIPLES.astype(np.int64)}, "int64 .* must be int32"),
-        ({"mode": "media", "triples": TRIPLES[:, :2]}, r"\[2, 2\]; they must be int32 \[media_length, 3\]"),
+        ({"mode": "media", "triples": TRIPLES.astype(np.int64)}, "rope triples has dtype int64; it must be int32"),
+        ({"mode": "media", "triples": np.repeat(TRIPLES, 2, axis=1)[:, ::2]}, "it must be C-contiguous"),
+        ({"mode": "delta", "delta": 2**40}, "rope delta is 1099511627776; it must fit int32"),
+        ({"mode": "media", "triples": TRIPLES[:, :2]}, r"rope triples has shape \[2, 2\]; it must be \[any, 3\]"),
     ],
-    ids=["mode", "text-delta", "no-triples", "unwanted-triples", "dtype", "shape"],
+    ids=["mode", "text-delta", "no-triples", "unwanted-triples", "dtype", "strides", "delta", "shape"],
 )
 def test_a_rope_that_makes_no_sense_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -95,6 +95,16 @@ def test_an_arena_past_2_to_the_31_elements(engine):
     assert_bits(high.read("keys", np.arange(30)), low.read("keys", np.arange(30)), "keys")
 
 
+def test_a_compiler_that_fails_does_so_before_anything_is_stored():
+    broken = fast.KernelSources().edit("gate.cu", "const int head", "const nonsense head")
+    cache = make_cache(TINY, 8, layer=1)
+    before = cache.buffer.copy()
+    with pytest.raises(fast.CompileError, match=r"gate\.cu"):
+        fast.window(TINY, make_weights(TINY), cache, normal(1, 4, TINY.projection_width), 0, TEXT,
+                    engine=Engine(sources=broken))  # fmt: skip
+    assert_bits(cache.buffer, before, "cache")
+
+
 def random_bits(rows, blocks):
     """fp32 of any bits: every NaN, both infinities, both zeros, subnormals; few values, so that many tie."""
     words = st.sampled_from([0, 0x80000000, 1, 0x3F800000, 0x3F800001, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001])
