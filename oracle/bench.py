@@ -59,6 +59,7 @@ def bench(*, rounds: int, progress: Callable[[str], None]) -> tuple[list[Timing]
     window = _window(geometry)
     works = {f"one row, {KEYS:,} keys, chunks + merge": row, f"{WINDOW}-row window at {CACHED:,}, all kernels": window}
     timings = [timing for work, contenders in works.items() for timing in _time(work, contenders, rounds, progress)]
+    absent["Triton interpreter, window"] = f"one run takes about {WINDOW} times the row's"
     return timings, absent
 
 
@@ -143,11 +144,17 @@ def _window(geometry: Geometry) -> dict[str, Contender]:
     def kernels(cache: LayerCache) -> Contender:
         return lambda: fast.window(geometry, weights, cache, projection, CACHED, TEXT, engine=engine).out
 
-    return {
+    contenders = {
         "contiguous, all cores": kernels(plain),
         f"paged {PAGE}, all cores": kernels(pages),
         REFERENCE: lambda: reference.window(geometry, weights, plain, projection, CACHED, TEXT).out,
     }
+    if find_spec("torch") is not None:
+        from .bench_torch import sdpa_of_lists
+
+        made = fast.window(geometry, weights, pages, projection, CACHED, TEXT, engine=engine)
+        contenders |= sdpa_of_lists(pages, made.q, made.lists)
+    return contenders
 
 
 def _same_caches(geometry: Geometry, positions: int, rng: np.random.Generator) -> tuple[LayerCache, LayerCache]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..reference.layout import LayerCache
-from ..reference.results import Bf16Array
+from ..reference.results import Bf16Array, KeyLists
 from .bench import Contender
 
 
@@ -35,3 +35,24 @@ def sdpa_after_gather(cache: LayerCache, q: Bf16Array, keys: int) -> dict[str, C
         "PyTorch bf16, gather + SDPA, 1 core": lambda: attend(torch.bfloat16),
         "PyTorch fp32, gather + SDPA, 1 core": lambda: attend(torch.float32),
     }
+
+
+def sdpa_of_lists(cache: LayerCache, q: Bf16Array, lists: KeyLists) -> dict[str, Contender]:
+    """Rows of equal list length over their own keys, gathered, in bf16: a row is a batch entry; on all threads."""
+    g, rows = cache.layout.geometry, len(q)
+    arena = torch.from_numpy(cache.buffer.view(np.int16)).view(torch.bfloat16)
+    heads = torch.arange(g.kv_heads * g.head_dim)
+    count = int(lists.nk.min())
+    at = [
+        torch.from_numpy(cache.offsets(part, lists.ids[:, :count].ravel())[:, :1].reshape(rows, count, 1)) + heads
+        for part in ("keys", "values")
+    ]
+    query = torch.from_numpy(np.ascontiguousarray(q).view(np.int16)).view(torch.bfloat16)
+    query = query.reshape(rows, g.query_heads, 1, g.head_dim)
+
+    def attend() -> Any:
+        k, v = (arena[x].reshape(rows, count, g.kv_heads, g.head_dim).transpose(1, 2) for x in at)
+        out = torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=True)
+        return out.float().numpy().reshape(q.shape)
+
+    return {"PyTorch bf16, gather + SDPA only, all cores": attend}

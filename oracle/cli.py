@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,14 +24,17 @@ from ..fast import ORDERS, CacheError, CompileError, HostBackend
 from ..fast.sources import FAMILIES
 from ..reference.geometry import PRESETS, Geometry
 from .bench import ROUNDS, Timing, bench
+from .bounds import FP32
 from .cases import PAGE_SIZES, QUICK, at_check, cases
 from .contract import Plan, check
+from .diagnosis import diagnose
 from .fault_report import matrix_json, mutants_json, print_matrix, print_mutants
 from .faults import chosen as chosen_faults
 from .fixture_set import holds_set
 from .fixture_verify import Finding, verify_set
 from .fixtures import DEFAULT_FORMS, DEFAULT_PAGES, FORMS, Recipe, write
 from .hunt import hunt
+from .judge import load_failure
 from .mutants import mutants, portable, run_mutants, sample
 from .operations import OPERATIONS
 from .peer import Verdict, verify
@@ -38,6 +42,7 @@ from .report import GATES, Report, write_json
 from .variants import TIMEOUT_S, Variant, host_variants
 
 MISUSE = 2
+SHOWN_ELEMENTS = 10
 QUICK_PAGES = (16, 48)
 BACKENDS = ("host",)
 
@@ -185,6 +190,28 @@ def verify_command(
     raise typer.Exit(0 if green else 1)
 
 
+@app.command("explain")
+def explain_command(
+    file: Annotated[Path, typer.Argument(help="A failure that a test saved, such as .kvproof/failures/NAME.json.")],
+) -> None:
+    """Say which misreading of the cache explains a saved failure."""
+    gate, case, difference, got = load_failure(file)
+    console.print(Text(f"{gate}: {difference}", style="red"))
+    console.print(f"case: {case}")
+    sentence = diagnose(case, got, FP32)
+    if sentence is not None:
+        console.print(Text(f"diagnosis: {sentence}", style="bold"))
+        return
+    console.print("no substitution of pages or rows that was tried explains the result; the first wrong elements:")
+    table = Table("row", "head", "element", "got", "want", "allowed")
+    bound = case.bound(FP32)
+    for row, head, element in np.argwhere(bound.fraction(got) > 1)[:SHOWN_ELEMENTS]:
+        at = (row, head, element)
+        allowed = f"{bound.low[at]:.6g} to {bound.high[at]:.6g}"
+        table.add_row(str(row), str(head), str(element), f"{float(got[at]):.6g}", f"{bound.value[at]:.6g}", allowed)
+    console.print(table)
+
+
 @app.command("bench")
 def bench_command(
     rounds: Annotated[int, typer.Option(help="Times that each contender runs, in turns.")] = ROUNDS,
@@ -232,8 +259,10 @@ def mutants_command(
     json_file: Json = None,
 ) -> None:
     """Change each operator, index, comparison, constant and barrier of the kernels in turn: something must see it."""
-    drawn = sample(list(mutants(portable(), file or ())), limit, seed=seed)
     _require_jobs(seed, jobs)
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit is {limit}; it must be at least 1")
+    drawn = sample(list(mutants(portable(), file or ())), limit, seed=seed)
     _require_writable(json_file)
     started = time.monotonic()
     with _progress(len(drawn), "mutants") as advance:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ..fast import CompileError, LaunchError, default_engine
 from ..reference.geometry import Geometry
@@ -20,6 +21,7 @@ from .bounds import Interval
 from .cases import CHECK_LAYERS, Case, CaseData, StreamCase, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
+from .diagnosis_window import diagnose_rows
 from .memory import FastKernels, changed
 from .operations import AHEAD, AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, store
 from .report import Failure, Report
@@ -84,6 +86,7 @@ class _Run:
     data: CaseData
     calls: tuple[Call, ...]
     kept: tuple[Array, ...]
+    tables: list[npt.NDArray[np.int32] | None]
     where: str
     replay: str
 
@@ -161,7 +164,7 @@ def check_example(example: Example, variants: Sequence[Variant], report: Report)
 
     def run(where: str) -> _Run:
         replay = f"check_example({example!r})"
-        return _Run(report=report, data=data, calls=calls, kept=kept, where=where, replay=replay)
+        return _Run(report=report, data=data, calls=calls, kept=kept, tables=[], where=where, replay=replay)
 
     truth = _truth(run("contiguous"), contiguous(data, space), variants[0])
     if truth is None:
@@ -209,7 +212,7 @@ def _check_case(
         replay = plan.replay.format(case=case.name, page=page or plan.page_sizes[0])
         progress(f"{case.name}: {pages}{where}")
         where = f"case {case.name}, {pages}{where}"
-        return _Run(report=report, data=data, calls=calls, kept=kept, where=where, replay=replay)
+        return _Run(report=report, data=data, calls=calls, kept=kept, tables=[], where=where, replay=replay)
 
     space = Workspace()
     truth = _truth(run(f"contiguous, {variants[0].name}", None), contiguous(data, space), variants[0])
@@ -261,7 +264,8 @@ def _truth(run: _Run, scene: Scene, variant: Variant) -> Truth | None:
             if operation.name in AHEAD and judged:
                 plain = {name: given[name.replace(operation.name, AHEAD[operation.name])] for name in outputs}
                 _compare(run, "bits", operation, call, outputs, plain, cache)
-        _guards(run, operation, variant)
+        if judged:
+            _guards(run, operation, variant)
     return results
 
 
@@ -295,6 +299,7 @@ def _guards(run: _Run, operation: Operation, variant: Variant) -> None:
 def _window_run(run: _Run, scene: Scene, space: Workspace, variant: Variant, truth: Truth, gate: str) -> None:
     """Every kernel over a scene whose caches hold the streams' history, compared with the truth."""
     want = scene.copy(space, "want")
+    run.tables[:] = scene.tables
     for operation in OPERATIONS:
         judged = operation.implemented_by(variant.kernels)
         for call, given in zip(run.calls, truth, strict=True):
@@ -330,7 +335,12 @@ def _compare(
     site = Site(stream=call.stream, pos0=call.pos0, cache=cache)
     for name, array in got.items():
         found = compare_bits(name, array, want[name], AXES[name], site)
-        run.judge(gate, operation.name, None if found is None else str(found))
+        if found is None:
+            run.report.passed(gate, operation.name)
+            continue
+        first = not run.report.counts[gate, operation.name].failed
+        sentence = diagnose_rows(operation, call, want, cache, run.tables, got) if first else None
+        run.fail(gate, operation.name, str(found) if sentence is None else f"{found}\n  diagnosis: {sentence}")
 
 
 def _written(run: _Run, kernel: str, scene: Scene, want: Scene) -> None:

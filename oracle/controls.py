@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reference.layout import BF16, LayerCache, Part
-from .operations import AHEAD, OPERATIONS, Answers, Call, Operation, Reference, Results, store
+from .operations import AHEAD, BY_NAME, Answers, Call, Operation, Reference, Results, store
 from .scene import Scene, Workspace
 
 Table = npt.NDArray[np.int32]
@@ -42,9 +42,6 @@ class Control:
     view: LayerCache
     want: Results
     effective: bool
-
-
-_BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +92,7 @@ class _Ground:
         )
 
     def _effective(self, view: LayerCache, table: Table | None, given: Results) -> bool:
-        operation = _BY_NAME[AHEAD.get(self.operation.name, self.operation.name)]
+        operation = BY_NAME[AHEAD.get(self.operation.name, self.operation.name)]
         own = view
         if operation.stores:
             own = self._cache("control's reference")
@@ -117,16 +114,16 @@ def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) ->
     call, given, one = answers.call, answers.results, answers.last_row()
 
     def ground(name: str, answers: Answers) -> _Ground:
-        return _Ground(scene=base, workspace=workspace, layer=layer, operation=_BY_NAME[name], answers=answers)
+        return _Ground(scene=base, workspace=workspace, layer=layer, operation=BY_NAME[name], answers=answers)
 
     cache = base.cache(call.stream, layer)
     yield from _swapped(ground("prep", answers), call.end - 1)
-    store(cache, call, _BY_NAME["prep"], given)
+    store(cache, call, BY_NAME["prep"], given)
     if len(call.completed):
         pool = ground("pool", answers)
         yield from _swapped(pool, int(call.completed[-1]) * call.geometry.block)
         yield pool.control("a planted raw indexer key", planted=_planted_index_key(call, cache))
-    store(cache, call, _BY_NAME["pool"], given)
+    store(cache, call, BY_NAME["pool"], given)
     if one.results["select.sparse"][0]:
         scores = ground("scores", one)
         yield from _swapped(scores)

@@ -323,6 +323,8 @@ OPERATIONS = (
 over a stream's whole length, by chunks and merge, "dense_ahead" its chunks by chunks_ahead; "select_close" gives select
 scores that differ in their last bits."""
 
+BY_NAME = {operation.name: operation for operation in OPERATIONS}
+
 
 def store(cache: LayerCache, call: Call, operation: Operation, results: Results) -> None:
     """Write what an operation should have stored, nothing if it only reads."""
@@ -340,21 +342,39 @@ class Answers:
     intervals: Mapping[str, Interval]
 
     def last_row(self) -> Answers:
-        """The window's last row alone: a call that stores nothing gives its row's bits from it."""
-        one = replace(self.call, pos0=self.call.end - 1, projection=self.call.projection[-1:], dense_rows=1)
-        chunks = max(1, -(-int(self.results["select.nk"][-1]) // CHUNK))
+        """The window's last row alone."""
+        row = self.call.rows - 1
+        one, results = one_row(self.call, self.results, row)
+        intervals = {
+            name: Interval(*(row_of(self.call, name, end, row, one) for end in (x.value, x.low, x.high)))
+            for name, x in self.intervals.items()
+            if name in results
+        }
+        return Answers(call=one, results=results, intervals=intervals)
 
-        def cut(name: str, array: Array) -> Array:
-            last = array[-1:, :chunks] if name.startswith("chunks") else array[-1:]
-            return np.ascontiguousarray(last)
 
-        per_row = [name for name in self.results if not name.startswith(("pool", "prep.keys", "prep.values"))]
-        return Answers(
-            call=one,
-            results={name: cut(name, self.results[name]) for name in per_row},
-            intervals={
-                name: Interval(cut(name, x.value), cut(name, x.low), cut(name, x.high))
-                for name, x in self.intervals.items()
-                if name in per_row
-            },
-        )
+def one_row(call: Call, results: Results, row: int) -> tuple[Call, dict[str, Array]]:
+    """One row of a window alone: a call that stores nothing gives that row's bits from it.
+
+    Results that are no rows (what was stored), or hold other rows only, are left out.
+    """
+    one = replace(call, pos0=call.pos0 + row, projection=call.projection[row : row + 1], dense_rows=1)
+    kept = {name: array for name, array in results.items() if AXES[name][0] == "row" and row >= call.rows - len(array)}
+    nk = int(results["select.nk"][row])
+    return one, {name: row_of(call, name, array, row, one, nk=nk) for name, array in kept.items()}
+
+
+def row_of(call: Call, name: str, array: Array, row: int, one: Call, *, nk: int | None = None) -> Array:
+    """One row of an output, as wide as `one`, the call of that row alone, gives it.
+
+    Args:
+        nk: keys of the row's list, for partials over it; as many chunks as there are when None.
+    """
+    place = row - (call.rows - len(array))
+    last = array[place : place + 1]
+    if AXES[name][1:2] == ("block",):
+        last = last[:, : score_blocks(one.geometry, one.pos0, 1)]
+    if AXES[name][1:2] == ("chunk",):
+        keys = one.end if name.startswith("dense") else nk
+        last = last if keys is None else last[:, : max(1, -(-keys // CHUNK))]
+    return np.ascontiguousarray(last)

@@ -47,7 +47,11 @@ def test_a_right_prefill_kernel_is_green(case):
     [
         ("table ignored", "memory", "stream 0, row 0: the page table was ignored"),
         ("other table", "memory", "stream 0, row 0: the page table of stream 1 was used"),
-        ("value page", "bound", "stream 0, row 0: the values of logical page 1 were read from physical 3; the table says 1"),
+        (
+            "value page",
+            "bound",
+            "stream 0, row 0: the values of logical page 1 were read from physical 3; the table says 1",
+        ),
         ("stale tail", "memory", "stream 0, row 0: the stream's whole last page was read, its stale tail included"),
         ("row past the end", "memory", "stream 0, row 0: the row read the keys behind it: the mask is not causal"),
         ("last key dropped", "bound", "stream 0, row 0: the last key was left out"),
