@@ -17,9 +17,10 @@ from .bounds import Interval
 
 @dataclass(frozen=True, eq=False)
 class AttentionControl:
-    """Wrong arguments for a kernel, and what is wrong with them, in words."""
+    """Wrong arguments for a kernel: what is wrong with them, and which of them is, in words."""
 
     name: str
+    changes: str
     arguments: dict[str, Array]
 
 
@@ -52,7 +53,7 @@ def swapped_table(case: AttentionCase) -> AttentionControl | None:
     table = given["page_table"][stream]
     last = case.pages[stream] - 1
     table[[0, last]] = table[[last, 0]]
-    return AttentionControl(f"a page table with entries 0 and {last} of stream {stream} swapped", given)
+    return AttentionControl(f"a page table with entries 0 and {last} of stream {stream} swapped", "page table", given)
 
 
 def shifted_table(case: AttentionCase) -> AttentionControl | None:
@@ -61,7 +62,7 @@ def shifted_table(case: AttentionCase) -> AttentionControl | None:
         return None
     given = case.arguments()
     given["page_table"] = np.ascontiguousarray(np.roll(given["page_table"], -1, axis=1))
-    return AttentionControl("a page table that is off by one entry", given)
+    return AttentionControl("a page table that is off by one entry", "page table", given)
 
 
 def foreign_page(case: AttentionCase) -> AttentionControl | None:
@@ -71,7 +72,7 @@ def foreign_page(case: AttentionCase) -> AttentionControl | None:
         return None
     given = case.arguments()
     given["page_table"][0, 0] = others[0]
-    return AttentionControl("a page table that names a page which is not the stream's", given)
+    return AttentionControl("a page table that names a page which is not the stream's", "page table", given)
 
 
 def duplicate_page(case: AttentionCase) -> AttentionControl | None:
@@ -81,7 +82,7 @@ def duplicate_page(case: AttentionCase) -> AttentionControl | None:
         return None
     given = case.arguments()
     given["page_table"][stream, 0] = given["page_table"][stream, case.pages[stream] - 1]
-    return AttentionControl(f"a page table of stream {stream} that names one page twice", given)
+    return AttentionControl(f"a page table of stream {stream} that names one page twice", "page table", given)
 
 
 def longer(case: AttentionCase) -> AttentionControl | None:
@@ -91,7 +92,7 @@ def longer(case: AttentionCase) -> AttentionControl | None:
     if (given["lengths"] == whole).all():
         return None
     given["lengths"] = whole
-    return AttentionControl("lengths that take in the stale tail of each last page", given)
+    return AttentionControl("lengths that take in the stale tail of each last page", "lengths", given)
 
 
 def shorter(case: AttentionCase) -> AttentionControl | None:
@@ -100,7 +101,7 @@ def shorter(case: AttentionCase) -> AttentionControl | None:
     if (np.array(case.lengths) <= np.array(case.query_lengths)).any():
         return None
     given["lengths"] = given["lengths"] - np.int32(1)
-    return AttentionControl("lengths that are one too small", given)
+    return AttentionControl("lengths that are one too small", "lengths", given)
 
 
 def planted_key(case: AttentionCase) -> AttentionControl:
@@ -123,7 +124,7 @@ def _planted(case: AttentionCase, part: str, row: Array) -> AttentionControl:
         place[:, inside] = row
     else:
         place[inside] = row
-    return AttentionControl(f"a planted row of {part}", given)
+    return AttentionControl(f"a planted row of {part}", part, given)
 
 
 CONTROLS: tuple[Callable[[AttentionCase], AttentionControl | None], ...] = (

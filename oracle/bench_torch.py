@@ -38,13 +38,15 @@ def sdpa_after_gather(cache: LayerCache, q: Bf16Array, keys: int) -> dict[str, C
 
 
 def sdpa_of_lists(cache: LayerCache, q: Bf16Array, lists: KeyLists) -> dict[str, Contender]:
-    """Rows of equal list length over their own keys, gathered, in bf16: a row is a batch entry; on all threads."""
+    """Rows over their own keys, gathered and padded to the longest list, in bf16, on all threads; a row is a batch."""
     g, rows = cache.layout.geometry, len(q)
     arena = torch.from_numpy(cache.buffer.view(np.int16)).view(torch.bfloat16)
     heads = torch.arange(g.kv_heads * g.head_dim)
-    count = int(lists.nk.min())
+    count = int(lists.nk.max())
+    listed = np.maximum(lists.ids[:, :count], 0)
+    mask = torch.from_numpy(np.arange(count) < lists.nk[:, None])[:, None, None]
     at = [
-        torch.from_numpy(cache.offsets(part, lists.ids[:, :count].ravel())[:, :1].reshape(rows, count, 1)) + heads
+        torch.from_numpy(cache.offsets(part, listed.ravel())[:, :1].reshape(rows, count, 1)) + heads
         for part in ("keys", "values")
     ]
     query = torch.from_numpy(np.ascontiguousarray(q).view(np.int16)).view(torch.bfloat16)
@@ -52,7 +54,7 @@ def sdpa_of_lists(cache: LayerCache, q: Bf16Array, lists: KeyLists) -> dict[str,
 
     def attend() -> Any:
         k, v = (arena[x].reshape(rows, count, g.kv_heads, g.head_dim).transpose(1, 2) for x in at)
-        out = torch.nn.functional.scaled_dot_product_attention(query, k, v, enable_gqa=True)
+        out = torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
         return out.float().numpy().reshape(q.shape)
 
     return {"PyTorch bf16, gather + SDPA only, all cores": attend}

@@ -195,10 +195,11 @@ def explain_command(
     file: Annotated[Path, typer.Argument(help="A failure that a test saved, such as .kvproof/failures/NAME.json.")],
 ) -> None:
     """Say which misreading of the cache explains a saved failure."""
-    gate, case, difference, got = load_failure(file)
-    console.print(Text(f"{gate}: {difference}", style="red"))
+    failure = load_failure(file)
+    case, got = failure.case, failure.got
+    console.print(Text(f"{failure.gate}: {failure.difference}", style="red"))
     console.print(f"case: {case}")
-    sentence = diagnose(case, got, FP32)
+    sentence = failure.diagnosis if failure.gate == "controls" else diagnose(case, got, FP32)
     if sentence is not None:
         console.print(Text(f"diagnosis: {sentence}", style="bold"))
         return

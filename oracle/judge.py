@@ -123,13 +123,15 @@ class _Run:
         with np.errstate(all="ignore"):
             changed = self(control.arguments)
         if (bound.fraction(changed) <= 1).all():
-            self.broken("controls", f"{control.name} changes the reference's answer, but not the kernel's", got)
+            difference = f"{control.name} changes the reference's answer, but not the kernel's"
+            self.broken("controls", difference, got, f"the result does not follow from the {control.changes}")
 
-    def broken(self, gate: str, difference: str, got: Array) -> None:
+    def broken(self, gate: str, difference: str, got: Array, diagnosis: str | None = None) -> None:
         __tracebackhide__ = True
-        clear = self._clear(got)
-        diagnosis = diagnose(clear[0], clear[1], self.arithmetic)
-        replay = save_failure(gate, clear[0], difference, clear[1]) if self.save else None
+        case, shown = self._clear(got)
+        diagnosis = diagnosis or diagnose(case, shown, self.arithmetic)
+        failure = SavedFailure(gate=gate, difference=difference, diagnosis=diagnosis, case=case, got=shown)
+        replay = save_failure(failure) if self.save else None
         lines = (f"{gate}: {difference}", f"case: {self.case}")
         raise ContractError(gate, lines, diagnosis=diagnosis, replay=replay)
 
@@ -159,13 +161,24 @@ def as_result(result: Any, q: Array) -> Array:
     return np.ascontiguousarray(result)
 
 
-def save_failure(gate: str, case: AttentionCase, difference: str, got: Array) -> str | None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SavedFailure:
+    """A broken gate as it is kept: the case, the kernel's result, and what was said of it."""
+
+    gate: str
+    difference: str
+    diagnosis: str | None
+    case: AttentionCase
+    got: Array
+
+
+def save_failure(failure: SavedFailure) -> str | None:
     """Keep a failure, one per test; returns the command that explains it, or None where it cannot be kept."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "kernel").removesuffix(" (call)")
     name = re.sub(r"[^\w.-]+", "-", test.rsplit("/", 1)[-1]).strip("-")
     folder = Path(os.environ.get(FAILURES) or ".kvproof/failures")
     file = folder / f"{name}.json"
-    bits = base64.b64encode(np.ascontiguousarray(got).view(np.uint8).tobytes()).decode()
+    bits = base64.b64encode(np.ascontiguousarray(failure.got).view(np.uint8).tobytes()).decode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(
@@ -173,9 +186,10 @@ def save_failure(gate: str, case: AttentionCase, difference: str, got: Array) ->
             {
                 "format": "kvproof failure",
                 "version": 1,
-                "gate": gate,
-                "difference": difference,
-                "case": case.as_json(),
+                "gate": failure.gate,
+                "difference": failure.difference,
+                "diagnosis": failure.diagnosis,
+                "case": failure.case.as_json(),
                 "result": bits,
             },
         )
@@ -184,8 +198,8 @@ def save_failure(gate: str, case: AttentionCase, difference: str, got: Array) ->
     return f"kvproof explain {file}"
 
 
-def load_failure(file: Path) -> tuple[str, AttentionCase, str, Array]:
-    """A saved failure: gate, case, difference, the kernel's result.
+def load_failure(file: Path) -> SavedFailure:
+    """Read a saved failure.
 
     Raises:
         ValueError: the file is no such failure, or of a version that this kvproof does not read.
@@ -196,8 +210,13 @@ def load_failure(file: Path) -> tuple[str, AttentionCase, str, Array]:
             raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
         case = AttentionCase.from_json(saved["case"])
         q = case.arguments()["q"]
-        got = np.frombuffer(base64.b64decode(saved["result"]), q.dtype).reshape(q.shape)
-        return saved["gate"], case, saved["difference"], got
+        return SavedFailure(
+            gate=saved["gate"],
+            difference=saved["difference"],
+            diagnosis=saved["diagnosis"],
+            case=case,
+            got=np.frombuffer(base64.b64decode(saved["result"]), q.dtype).reshape(q.shape),
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a failure that kvproof saved: {error}") from None
 

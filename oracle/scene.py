@@ -35,7 +35,7 @@ class Workspace:
         self._held: dict[str, npt.NDArray[np.generic]] = {}
 
     def take(self, role: str, elements: int) -> npt.NDArray[np.generic]:
-        """The role's buffer, bf16 [elements], holding anything, its end fenced; taking it again ends its earlier use."""
+        """The role's buffer, bf16 [elements], holding anything; taking it again ends its earlier use."""
         held = self._held.get(role)
         if held is None or len(held) < elements:
             held = self._held[role] = fenced(elements * BF16.itemsize).view(BF16)

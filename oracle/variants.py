@@ -47,8 +47,8 @@ def host_variants(
 ) -> tuple[Variant, ...]:
     """The CPU in three thread orders: forward, reverse, and shuffled by `seed`.
 
-    In the shuffled one a block's threads share the work as on a GPU, and their number divides nothing: threads then read
-    what others wrote wherever a barrier stands between them, so that a barrier which is missing shows.
+    In the shuffled one a block's threads share the work as on a GPU, and their number divides nothing: threads then
+    read what others wrote wherever a barrier stands between them, so that a barrier which is missing shows.
 
     Args:
         sources: the packaged kernels when None.

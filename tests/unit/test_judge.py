@@ -69,7 +69,7 @@ def test_a_broken_kernel_is_red_and_explained(bug, gate, sentence, tmp_path, mon
         assert caught.value.diagnosis == sentence
     assert str(tmp_path) in caught.value.replay
     saved = load_failure(next(tmp_path.glob("*.json")))
-    assert saved[0] == gate
+    assert (saved.gate, saved.diagnosis) == (gate, caught.value.diagnosis)
 
 
 def test_a_result_that_depends_on_its_neighbours_breaks_bits():
@@ -107,6 +107,7 @@ def test_a_kernel_blind_to_its_cache_fails_the_controls(monkeypatch):
     with pytest.raises(ContractError) as caught:
         judge(kernel, CASE, save=False)
     assert caught.value.gate == "controls"
+    assert caught.value.diagnosis.startswith("the result does not follow from the ")
 
 
 @pytest.mark.parametrize("make", CONTROLS, ids=lambda make: make.__name__)
