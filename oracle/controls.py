@@ -126,7 +126,8 @@ def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) ->
     store(cache, call, BY_NAME["pool"], given)
     if one.results["select.sparse"][0]:
         scores = ground("scores", one)
-        yield from _swapped(scores)
+        best = int(np.nanargmax(one.results["scores.scores"][-1]))
+        yield from _swapped(scores, best * call.geometry.block)
         yield scores.control("a planted pooled row", planted=_planted_pooled(one))
         yield ground("select", one).control("a planted score", given=_with_planted_score(one))
     for name in ("chunks", "chunks_ahead", "dense", "dense_ahead"):

@@ -14,6 +14,7 @@ smallest page, pages in order, zeros where nothing may be read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -23,9 +24,11 @@ from ..reference.geometry import TILE, TINY, Geometry
 from ..reference.layout import KV_STYLES, KvStyle
 from . import judge as judging
 from .attention import DTYPES, FILLS, PROFILES, AttentionCase, DType, Fill, Profile
+from .attention_controls import AttentionControl, applicable_controls, is_effective
 from .bounds import FP32, Arithmetic
 from .cases import PROFILES as CASE_PROFILES
 from .cases import StreamCase, at_check
+from .compare import Site, compare_bits
 from .contract import Example, check_example
 from .operations import OPERATIONS
 from .report import Report
@@ -293,6 +296,98 @@ def cases(
             "most_length": most_length,
             "most_streams": most_streams,
         }
+    )
+
+
+def controls(case: AttentionCase, *, arithmetic: Arithmetic = FP32) -> Strategy[AttentionControl]:
+    """Effective controls of a case: planted rows, swapped, shifted, foreign and duplicate pages, wrong lengths.
+
+    Raises:
+        ValueError: none is effective: the arena has but one page.
+    """
+    bound = case.bound(arithmetic)
+    made = [control for control in applicable_controls(case) if is_effective(case, control, bound)]
+    if not made:
+        raise ValueError(f"no control changes the answer of {case}; give it more pages, or longer streams")
+    return st.sampled_from(made)
+
+
+def planted_rows(case: AttentionCase) -> Strategy[AttentionControl]:
+    """The controls that plant a key or a value."""
+    return controls(case).filter(lambda control: control.changes in ("keys", "values"))
+
+
+def swapped_tables(case: AttentionCase) -> Strategy[AttentionControl]:
+    """The controls that name wrong pages.
+
+    Raises:
+        ValueError: none is effective.
+    """
+    return controls(case).filter(lambda control: control.changes == "page table")
+
+
+@st.composite
+def neighbourhoods(draw: st.DrawFn, *, most_steps: int = 4) -> tuple[AttentionCase, ...]:
+    """Steps of one batch: stream 0 stays as it is, its neighbours come, grow, shrink and go, on other pages each time.
+
+    Raises:
+        ValueError: `most_steps` is below 1.
+    """
+    _positive(most_steps=most_steps)
+    first = draw(attention_cases(most_streams=1))
+    steps = []
+    for _ in range(draw(st.integers(1, most_steps))):
+        others = draw(st.lists(lengths(page_size=first.page_size, most=40), max_size=3))
+        held = (*first.lengths, *others)
+        pages = sum(-(-n // first.page_size) for n in held) + draw(st.integers(0, 2))
+        steps.append(
+            replace(
+                first,
+                lengths=held,
+                query_lengths=(1,) * len(held),
+                seeds=tuple(range(first.seeds[0], first.seeds[0] + len(held))),
+                order=draw(page_orders(pages=pages)),
+            )
+        )
+    return tuple(steps)
+
+
+def judge_steps(kernel: judging.Kernel, steps: Sequence[AttentionCase]) -> None:
+    """Stream 0 must have the same bits at every step.
+
+    Raises:
+        AssertionError: it has not; the message names the step and the first element that differs.
+    """
+    __tracebackhide__ = True
+    rows = []
+    for case in steps:
+        given = case.arguments()
+        rows.append(judging.as_result(kernel(*given.values()), given["q"])[: case.query_lengths[0]])
+    for step, got in enumerate(rows):
+        difference = compare_bits("result", got, rows[0], ("row", "head", "element"), Site(stream=0, pos0=0))
+        assert difference is None, f"step {step}, {steps[step].lengths} beside {steps[0].lengths}: {difference}"
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> Geometry:
+    """Small geometries of the block-sparse form, few sizes powers of two; each is compiled anew, in seconds."""
+    kv_heads = draw(st.integers(1, 2))
+    block = draw(st.integers(1, 8))
+    half = draw(st.integers(1, 8))
+    t = draw(st.integers(0, half))
+    h = draw(st.integers(0, half - t))
+    return Geometry(
+        name="drawn",
+        query_heads=kv_heads * draw(st.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim=8 * draw(st.integers(-(-half // 4), 5)),
+        index_heads=draw(st.integers(1, 3)),
+        index_dim=8 * draw(st.integers(-(-half // 4), 4)),
+        block=block,
+        top_blocks=draw(st.integers(1, 5)),
+        rotary_half=half,
+        mrope_sections=(t, h, half - t - h),
+        layers=2,
     )
 
 
