@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.layout import BF16, LayerCache, Part
+from ..reference.layout import BF16, PARTS, LayerCache, Part
+from ..reference.results import chunk_count
+from .diagnosis_window import misread
 from .operations import AHEAD, BY_NAME, Answers, Call, Operation, Reference, Results, store
 from .scene import Scene, Workspace
 
@@ -70,8 +72,9 @@ class _Ground:
         planted: Planted | None = None,
         table: Table | None = None,
         given: Results | None = None,
+        call: Call | None = None,
     ) -> Control:
-        """A control that plants a row, replaces the page table, or replaces results before the operation.
+        """A control that plants a row, or replaces the page table, results before the operation, or the call.
 
         It stands in a copy of the scene, taken from the workspace: the next one ends it.
         """
@@ -83,23 +86,23 @@ class _Ground:
         return Control(
             name=name,
             operation=self.operation,
-            call=self.answers.call,
+            call=call or self.answers.call,
             given=given,
             cache=cache,
             view=view,
             want=self.answers.results,
-            effective=self._effective(view, table, given),
+            effective=self._effective(view, table, given, call or self.answers.call),
         )
 
-    def _effective(self, view: LayerCache, table: Table | None, given: Results) -> bool:
+    def _effective(self, view: LayerCache, table: Table | None, given: Results, call: Call) -> bool:
         operation = BY_NAME[AHEAD.get(self.operation.name, self.operation.name)]
         own = view
         if operation.stores:
             own = self._cache("control's reference")
             own.buffer[:] = view.buffer
-        seen = own if table is None else replace(own, table=table)
+        seen = own if table is None else misread(own, dict.fromkeys(PARTS, table))
         with np.errstate(all="ignore"):
-            answer = operation.run(Reference(), self.answers.call, given, seen, own)
+            answer = operation.run(Reference(), call, given, seen, own)
             return any((self.answers.intervals[name].fraction(array) > 1).any() for name, array in answer.items())
 
     def _cache(self, role: str) -> LayerCache:
@@ -134,6 +137,8 @@ def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) ->
         reader = ground(name, one)
         position = _heaviest(name, one, cache)
         yield from _swapped(reader, position)
+        yield from _wrong_tables(reader, position)
+        yield from _wrong_lengths(reader)
         yield reader.control("a planted key", planted=_planted_key(position, one, cache))
         yield reader.control("a planted value", planted=_planted_value(position, one, cache))
     partials = {**one.results, "chunks.o": one.results["chunks.o"] + np.float32(64.0)}
@@ -172,6 +177,46 @@ def _swapped(ground: _Ground, position: int = 0) -> Iterator[Control]:
             break
     if tried is not None:
         yield tried
+
+
+def _wrong_tables(ground: _Ground, position: int) -> Iterator[Control]:
+    """A table off by one entry, and one that names a page twice; the kernels may refuse the second."""
+    call = ground.answers.call
+    table = ground.scene.tables[call.stream]
+    assert table is not None
+    page_size = ground.scene.layouts[call.stream].page_size
+    live, read = -(-call.end // page_size), position // page_size
+    if table[live] not in table[:live]:
+        shifted = table.copy()
+        shifted[:live] = table[1 : live + 1]
+        yield ground.control("a page table that is off by one entry", table=shifted)
+    if live > 1:
+        twice = table.copy()
+        twice[read] = table[(read + 1) % live]
+        yield ground.control("a page table that names a page twice", table=twice)
+
+
+def _wrong_lengths(ground: _Ground) -> Iterator[Control]:
+    """The last length one too small; for the dense form also the stale tail of the last page taken in.
+
+    Only where as many partials come of it, so that the sums must tell.
+    """
+    call, results = ground.answers.call, ground.answers.results
+
+    def same_chunks(keys: int, extra: int) -> bool:
+        return chunk_count(np.array([keys])) == chunk_count(np.array([keys + extra]))
+
+    if not ground.operation.name.startswith("dense"):
+        if not same_chunks(int(results["select.nk"][0]), -1):
+            return
+        fewer = {**results, "select.nk": results["select.nk"] - np.int32(1)}
+        yield ground.control("a last length that is one too small", given=fewer)
+        return
+    tail = -call.end % ground.scene.layouts[call.stream].page_size
+    if tail and same_chunks(call.end, tail):
+        yield ground.control("the stale tail of the last page", call=replace(call, dense_extra=tail))
+    if same_chunks(call.end, -1):
+        yield ground.control("a last length that is one too small", call=replace(call, dense_extra=-1))
 
 
 def _heaviest(name: str, answers: Answers, cache: LayerCache) -> int:

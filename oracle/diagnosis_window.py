@@ -34,6 +34,11 @@ class Misread(LayerCache):
         return self.layout.part(self.layer, part).offsets(rows, self.wrong.get(part, self.table))
 
 
+def misread(cache: LayerCache, wrong: Mapping[Part, Table]) -> Misread:
+    """A cache read through wrong tables."""
+    return Misread(buffer=cache.buffer, layout=cache.layout, layer=cache.layer, table=cache.table, wrong=wrong)
+
+
 def diagnose_rows(
     operation: Operation, call: Call, given: Results, cache: LayerCache, tables: Sequence[Table | None], got: Outputs
 ) -> str | None:
@@ -53,13 +58,14 @@ def diagnose_rows(
     if row is None:
         return None
     one, before = one_row(call, given, row)
-    wanted = {name: row_of(call, name, array, row, one) for name, array in answers.items()}
+    wanted = {
+        name: row_of(call, name, array, row, one, nk=int(given["select.nk"][row])) for name, array in answers.items()
+    }
     started = time.monotonic()
     for sentence, wrong in _misreadings(plain, call, cache, tables):
         if time.monotonic() - started > SECONDS:
             return None
-        misread = Misread(buffer=cache.buffer, layout=cache.layout, layer=cache.layer, table=cache.table, wrong=wrong)
-        if _explains(plain, one, before, misread, wanted):
+        if _explains(plain, one, before, misread(cache, wrong), wanted):
             return f"stream {call.stream}, row {row}, layer {cache.layer}: {sentence}"
     return None
 
@@ -83,10 +89,10 @@ def _first_wrong(call: Call, given: Results, operation: Operation, got: Outputs)
     return min(wrong, default=None)
 
 
-def _explains(operation: Operation, call: Call, given: Results, misread: Misread, wanted: Outputs) -> bool:
+def _explains(operation: Operation, call: Call, given: Results, cache: Misread, wanted: Outputs) -> bool:
     try:
         with np.errstate(all="ignore"):
-            bound = operation.bound(call, given, misread)
+            bound = operation.bound(call, given, cache)
             return all((bound[name].fraction(array) <= 1).all() for name, array in wanted.items())
     except (IndexError, ValueError):
         return False

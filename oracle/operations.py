@@ -72,6 +72,7 @@ class Call:
         pos0: position of row 0.
         projection: bf16 [rows, projection_width].
         dense_rows: last rows that the dense operation attends over the whole stream.
+        dense_extra: keys that it reads past its own length; 0 but in a control.
     """
 
     geometry: Geometry
@@ -81,6 +82,7 @@ class Call:
     projection: Bf16Array
     rope: Rope
     dense_rows: int
+    dense_extra: int = 0
 
     @property
     def rows(self) -> int:
@@ -256,7 +258,7 @@ def _gate_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Inte
 def _dense_call(call: Call, given: Results) -> tuple[Bf16Array, KeyLists]:
     """The last rows as plain causal attention over everything up to themselves."""
     rows = min(call.dense_rows, call.rows)
-    return given["prep.q"][-rows:], KeyLists.dense(np.arange(call.end - rows, call.end) + 1)
+    return given["prep.q"][-rows:], KeyLists.dense(np.arange(call.end - rows, call.end) + 1 + call.dense_extra)
 
 
 def _dense(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
@@ -345,8 +347,9 @@ class Answers:
         """The window's last row alone."""
         row = self.call.rows - 1
         one, results = one_row(self.call, self.results, row)
+        nk = int(self.results["select.nk"][row])
         intervals = {
-            name: Interval(*(row_of(self.call, name, end, row, one) for end in (x.value, x.low, x.high)))
+            name: Interval(*(row_of(self.call, name, end, row, one, nk=nk) for end in (x.value, x.low, x.high)))
             for name, x in self.intervals.items()
             if name in results
         }
