@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ..reference.geometry import IntArray
 from ..reference.layout import LayerCache, Part
-from ..reference.results import IntArray
 from .compare import bits
 from .operations import AHEAD, BY_NAME, Call, Operation, Outputs, Results, one_row, row_of
 

@@ -34,7 +34,7 @@ def test_fixtures(kv_page_size, kv_seed):
 def run(folder: Path, *words: str, sizes: list[int] | None = None, seed: int = 0) -> subprocess.CompletedProcess[str]:
     (folder / "test_mine.py").write_text(f"SIZES, SEED = {sizes}, {seed}\n" + MINE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, "test_mine.py"]
-    helpers = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    helpers = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
     (folder / "conftest.py").write_text(helpers)
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
