@@ -338,8 +338,10 @@ def _compare(
         if found is None:
             run.report.passed(gate, operation.name)
             continue
-        first = not run.report.counts[gate, operation.name].failed
-        sentence = diagnose_rows(operation, call, want, cache, run.tables, got) if first else None
+        sentence = None
+        if run.report.diagnoses and not run.report.counts[gate, operation.name].failed:
+            run.report.diagnoses -= 1
+            sentence = diagnose_rows(operation, call, want, cache, run.tables, got)
         run.fail(gate, operation.name, str(found) if sentence is None else f"{found}\n  diagnosis: {sentence}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 Key: TypeAlias = tuple[str, str, str, str, int]
-"""(file, source line stripped, old, new, which such change of the line): it outlives a shift of lines."""
+"""(file, source line stripped, old, new, which such change of such lines): it outlives a shift of lines."""
 
 EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
     "Only how many heads, keys or pieces a thread takes at a time: no sum depends on it.": (
@@ -55,6 +55,20 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
         ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "4", "5", 1),
         ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", ">=", ">", 1),
         ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "2", "3", 1),
+        ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "%", "/", 0),
+        ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "4", "5", 0),
+        ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "4", "5", 2),
+        ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "%", "/", 1),
+        (
+            "chunks.cu",
+            "constexpr int value_run = run_of(pieces, KVP_HOST_OR(2, 1)), value_columns = pieces / value_run;",
+            "1",
+            "2",
+            0,
+        ),
+        ("common.cuh", "for (int h = 1; h <= heads && h <= most; ++h) {", "1", "2", 0),
+        ("common.cuh", "for (int h = 1; h <= heads && h <= most; ++h) {", "&&", "||", 0),
+        ("common.cuh", "if (heads % h) continue;", "%", "/", 0),
     ),
     "One item or turn more than there is work for, which the next line skips.": (
         (
@@ -65,7 +79,7 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
             0,
         ),
         ("chunks.cu", "KVP_UNROLL for (int n = 0; n < value_items; ++n) {", "<", "<=", 0),
-        ("chunks.cu", "KVP_UNROLL for (int n = 0; n < value_items; ++n) {", "<", "<=", 0),
+        ("chunks.cu", "KVP_UNROLL for (int n = 0; n < value_items; ++n) {", "<", "<=", 1),
     ),
     "It computes blocks past the last one; they are not stored.": (
         ("scores.cu", "if (complete <= KVP_TOP_BLOCKS || first >= complete) return;", ">=", ">", 0),
@@ -80,6 +94,7 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
             "<=",
             0,
         ),
+        ("merge.cu", "const float top = m[part] > high ? m[part] : high;", ">", ">=", 0),
     ),
     "Differs only at a zero, where either branch gives the same bits.": (
         (
@@ -104,6 +119,24 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
     ),
     "Every other thread of the block stores the same value in place of the one that did.": (
         ("chunks.cu", "if (piece == 0) {", "==", "!=", 0),
+    ),
+    "One head at a time always divides, so the first turn of the loop sets it.": (
+        ("common.cuh", "int best = 1;", "1", "2", 0),
+    ),
+    "The first partial that is not empty replaces it before it is read.": (
+        ("merge.cu", "float high = -KVP_INFINITY, normaliser = 0.0f;", "-", "", 0),
+    ),
+    "Every lane holds the same value.": (
+        (
+            "arithmetic.cuh",
+            "__device__ __forceinline__ float exp_nonpositive(float x) { return exp8(splat(x))[0]; }",
+            "[0]",
+            "[(0) + 1]",
+            0,
+        ),
+    ),
+    "Where a digit holds just what is wanted, the next lower one becomes the least, none of it wanted: the same blocks. There is one, as more blocks share the prefix than are wanted.": (
+        ("select.cu", "while (histogram[digit] < wanted) wanted -= histogram[digit--];", "<", "<=", 0),
     ),
 }
 """Reasons, each with the mutants that it holds for."""

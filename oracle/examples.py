@@ -71,12 +71,13 @@ def run_example(geometry: Geometry, example: Draw, variants: Sequence[Variant], 
 
 
 def _edges(geometry: Geometry, replay: str) -> Draw:
-    """A window that turns from dense to sparse inside a media prompt, and one that crosses a chunk with ties."""
+    """A first window, one that turns from dense to sparse inside a media prompt, one that crosses a chunk with ties."""
+    first = StreamCase(cached=0, rows=geometry.block + 1)
     turning = StreamCase(cached=geometry.budget - 2, rows=2 * geometry.block + 3, rope="media")
     crossing = StreamCase(cached=2 * CHUNK - 2, rows=5, profile="tied")
     return Draw(
         number=1,
-        case=Case(name="drawn-1", edge="both", streams=(turning, crossing), dense_rows=3),
+        case=Case(name="drawn-1", edge="both", streams=(first, turning, crossing), dense_rows=3),
         page_size=4 * geometry.block,
         lengths=(TILE + 1, 0, 2 * CHUNK + 1, CHUNK),
         replay=replay,

@@ -35,18 +35,18 @@ LAUNCH_S = 5.0
 
 ODD = Geometry(
     name="odd",
-    query_heads=6,
+    query_heads=18,
     kv_heads=2,
-    head_dim=24,
+    head_dim=40,
     index_heads=3,
-    index_dim=16,
+    index_dim=24,
     block=8,
     top_blocks=3,
-    rotary_half=7,
-    mrope_sections=(3, 2, 2),
+    rotary_half=12,
+    mrope_sections=(7, 2, 3),
     layers=2,
 )
-"""Nothing a power of two that needs not be one, no two numbers the same: what TINY cannot tell apart."""
+"""What TINY cannot tell apart: nothing a power of two that needs not be one, short sections, a group too large for one thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ SETUPS = (
 )
 """20 threads: no divisor of a tile, no multiple of the lanes, more than a head has pieces. One: all loops go round."""
 
-SANITIZER = ("-fsanitize=bounds,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error")
+SANITIZER = ("-fsanitize=bounds,object-size,shift,integer-divide-by-zero", "-fsanitize-undefined-trap-on-error")
 """Compiler flags that stop at an index past an array, or a shift past a word, whatever lies there."""
 
 
@@ -187,7 +187,7 @@ def _window(kernels: Kernels, geometry: Geometry, example: Draw) -> dict[str, Ar
 
 
 _WORDS = np.array(
-    [0, 1 << 31, 1, 0x3F800000, 0x3F800001, 0x3F80FFFF, 0x40000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001],
+    [0, 1 << 31, 1, 0x3F800000, 0x3F800001, 0x3F80FFFF, 0x40000000, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFC00001],
     np.uint32,
 )
 """fp32 that order among each other: zeros, a subnormal, neighbours, infinities and NaN."""

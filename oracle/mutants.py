@@ -34,7 +34,7 @@ class Mutant:
         start: offset in the file.
         old, new: text before and after.
         text: the source line, stripped: what stays the same when lines shift.
-        nth: which change of this kind in its line, from 0.
+        nth: which change of this kind in lines of this text, from 0.
     """
 
     file: str
@@ -109,12 +109,12 @@ def mutants(sources: KernelSources, files: Sequence[str] = ()) -> Iterator[Mutan
 
 def _of_file(file: str, text: str) -> Iterator[Mutant]:
     code = _seen(text)
-    seen: dict[tuple[int, str, str], int] = {}
+    seen: dict[tuple[str, str, str], int] = {}
     for start, old, new in sorted(set(_changes(code))):
         line = text.count("\n", 0, start) + 1
         begin = text.rfind("\n", 0, start) + 1
-        nth = seen[line, old, new] = seen.get((line, old, new), -1) + 1
         whole = text[begin:].partition("\n")[0].strip()
+        nth = seen[whole, old, new] = seen.get((whole, old, new), -1) + 1
         yield Mutant(file=file, line=line, column=start - begin + 1, start=start, old=old, new=new, text=whole, nth=nth)
 
 

@@ -52,6 +52,7 @@ class Report:
         worst: largest error of each output, as a fraction of its bound.
         failures: the first few of each gate and kernel.
         not_judged: kernels that were not there to be run.
+        diagnoses: failures that are still to be diagnosed, each for up to some seconds; the rest are told without.
     """
 
     facts: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Report:
     worst: dict[str, float] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     not_judged: set[str] = field(default_factory=set)
+    diagnoses: int = 5
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -82,7 +82,7 @@ def check(kernels: Any, example: Example) -> Report:
     if not any(op.implemented_by(variants[0].kernels) for op in OPERATIONS):
         known = ", ".join(op.name for op in OPERATIONS if not op.needs)
         raise ValueError(f"{type(kernels).__name__} has no function that can be judged; it needs some of {known}")
-    report = Report()
+    report = Report(diagnoses=1)
     check_example(example, variants, report)
     if report.failures:
         raise _error(example, report)
