@@ -88,7 +88,12 @@ class AttentionCase:
     seeds: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        if self.kv_heads < 1 or self.query_heads % self.kv_heads:
+        for name in ("query_heads", "kv_heads", "head_dim", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.tail < 0 or min(self.seeds, default=0) < 0:
+            raise ValueError(f"tail is {self.tail} and seeds are {self.seeds}; none may be negative")
+        if self.query_heads % self.kv_heads:
             raise ValueError(f"{self.query_heads} query heads do not divide among {self.kv_heads} key/value heads")
         streams = len(self.lengths)
         if not streams or len(self.query_lengths) != streams or not len(set(self.seeds)) == len(self.seeds) == streams:
@@ -209,6 +214,10 @@ class AttentionCase:
 
     def arguments(self) -> dict[str, Array]:
         """Fresh arguments of a kernel, in order; `query_start` only where a stream has more than one row."""
+        return self.build()[0]
+
+    def build(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Fresh arguments, and the arenas behind their views, padding and all."""
         made = self.buffers()
         given = {
             "q": np.concatenate([stream["q"] for stream in self.streams]),
@@ -217,23 +226,44 @@ class AttentionCase:
             "page_table": self.page_table(),
             "lengths": np.array(self.lengths, np.int32),
         }
-        return given if self.decode else {**given, "query_start": self.query_start}
+        arenas = {"arena of keys": made["keys"], "arena of values": made["values"]}
+        return (given if self.decode else {**given, "query_start": self.query_start}), arenas
 
     def bound(self, arithmetic: Arithmetic) -> Interval:
         """Where every element of the result must lie: [rows, QH, D]."""
         made = [self.row_bound(row, arithmetic) for row in range(len(self.rows))]
         return Interval(*(np.stack([getattr(x, end) for x in made]) for end in ("value", "low", "high")))
 
+    def bound_of(self, given: dict[str, Array], arithmetic: Arithmetic) -> Interval:
+        """Where the result must lie for other arguments: a control's."""
+        keys, values = given["keys"], given["values"]
+        if self.style.endswith("hnd"):
+            keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
+        made = []
+        for row, (stream, _, count) in enumerate(self.rows):
+            count += int(given["lengths"][stream]) - self.lengths[stream]
+            table = given["page_table"][stream, : -(-count // self.page_size)]
+            k, v = (x[table].reshape(-1, *x.shape[2:])[:count] for x in (keys, values))
+            made.append(self.row_bound(row, arithmetic, k, v))
+        return Interval(*(np.stack([getattr(x, end) for x in made]) for end in ("value", "low", "high")))
+
     def row_bound(
-        self, row: int, arithmetic: Arithmetic, keys: Array | None = None, values: Array | None = None
+        self,
+        row: int,
+        arithmetic: Arithmetic,
+        keys: Array | None = None,
+        values: Array | None = None,
+        scale: float | None = None,
+        heads: Array | None = None,
     ) -> Interval:
-        """Where one row must lie, [QH, D]; over other keys and values [n, KH, D], if they are given."""
+        """Where one row must lie, [QH, D]; over other keys and values [n, KH, D], another scale or other heads."""
         stream, inner, count = self.rows[row]
         own = self.streams[stream]
         keys = own["keys"][:count] if keys is None else keys
         values = own["values"][:count] if values is None else values
         q, k, v = (x.astype(np.float64) for x in (own["q"][inner], keys, values))
-        unrounded = plain_attention(q, k, v, self.head_dim**-0.5, arithmetic)
+        q = q if heads is None else q[heads]
+        unrounded = plain_attention(q, k, v, self.head_dim**-0.5 if scale is None else scale, arithmetic)
         return stored(unrounded, *_ROUNDOFF[self.dtype])
 
     def reference(self, given: dict[str, Array]) -> Array:

@@ -1,7 +1,7 @@
 """Red controls for plain paged attention: wrong arguments that must change the result.
 
-A control counts only where it is effective: where the float64 reference, given the wrong arguments, leaves the bound of
-the right ones.
+A control counts only where it is effective: where the float64 reference's bounds for the wrong arguments and for the
+right ones do not meet, so that no right kernel can give the same answer to both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .attention import DTYPES, Array, AttentionCase
-from .bounds import Interval
+from .bounds import Arithmetic, Interval
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class AttentionControl:
     arguments: dict[str, Array]
 
 
-def effective_control(case: AttentionCase, bound: Interval) -> AttentionControl | None:
+def effective_control(case: AttentionCase, bound: Interval, arithmetic: Arithmetic) -> AttentionControl | None:
     """One effective control of a case; which one follows from the case, so that many cases try them all.
 
     None where none is effective: a stream of one page in an arena of that page, all of it the same.
@@ -33,15 +33,17 @@ def effective_control(case: AttentionCase, bound: Interval) -> AttentionControl 
     first = sum(case.lengths) + sum(case.order[:3]) + case.seeds[0]
     for place in range(len(made)):
         control = made[(first + place) % len(made)](case)
-        if control is not None and is_effective(case, control, bound):
+        if control is not None and is_effective(case, control, bound, arithmetic):
             return control
     return None
 
 
-def is_effective(case: AttentionCase, control: AttentionControl, bound: Interval) -> bool:
-    """Whether the reference's answer leaves the bound of the right arguments."""
+def is_effective(case: AttentionCase, control: AttentionControl, bound: Interval, arithmetic: Arithmetic) -> bool:
+    """Whether no answer is right for both: some element's bounds, with and without the control, do not meet."""
     with np.errstate(all="ignore"):
-        return bool((bound.fraction(case.reference(control.arguments)) > 1).any())
+        other = case.bound_of(control.arguments, arithmetic)
+        apart = (other.low > bound.high) | (other.high < bound.low) | np.isnan(other.value)
+        return bool(apart.any())
 
 
 def swapped_table(case: AttentionCase) -> AttentionControl | None:

@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,7 +23,6 @@ from ..fast import ORDERS, CacheError, CompileError, HostBackend
 from ..fast.sources import FAMILIES
 from ..reference.geometry import PRESETS, Geometry
 from .bench import ROUNDS, Timing, bench
-from .bounds import FP32
 from .cases import PAGE_SIZES, QUICK, at_check, cases
 from .contract import Plan, check
 from .diagnosis import diagnose
@@ -34,15 +32,15 @@ from .fixture_set import holds_set
 from .fixture_verify import Finding, verify_set
 from .fixtures import DEFAULT_FORMS, DEFAULT_PAGES, FORMS, Recipe, write
 from .hunt import hunt
-from .judge import load_failure
-from .mutants import mutants, portable, run_mutants, sample
+from .judge import load_failure, load_window_failure, wrong_elements
+from .mutant_judge import portable
+from .mutants import mutants, run_mutants, sample
 from .operations import OPERATIONS
 from .peer import Verdict, verify
 from .report import GATES, Report, write_json
 from .variants import TIMEOUT_S, Variant, host_variants
 
 MISUSE = 2
-SHOWN_ELEMENTS = 10
 QUICK_PAGES = (16, 48)
 BACKENDS = ("host",)
 
@@ -195,22 +193,20 @@ def explain_command(
     file: Annotated[Path, typer.Argument(help="A failure that a test saved, such as .kvproof/failures/NAME.json.")],
 ) -> None:
     """Say which misreading of the cache explains a saved failure."""
-    failure = load_failure(file)
-    case, got = failure.case, failure.got
-    console.print(Text(f"{failure.gate}: {failure.difference}", style="red"))
-    console.print(f"case: {case}")
-    sentence = failure.diagnosis if failure.gate == "controls" else diagnose(case, got, FP32)
-    if sentence is not None:
-        console.print(Text(f"diagnosis: {sentence}", style="bold"))
+    window = load_window_failure(file)
+    if window is not None:
+        console.print(Text(f"{window['gate']}: {window['diagnosis']}", style="red"))
+        for told in window["failures"]:
+            console.print(Text(f"{told['gate']} {told['kernel']}: {told['message']}\n  {told['where']}"))
+        console.print(f"example: {window['example']}")
         return
-    console.print("no substitution of pages or rows that was tried explains the result; the first wrong elements:")
-    table = Table("row", "head", "element", "got", "want", "allowed")
-    bound = case.bound(FP32)
-    for row, head, element in np.argwhere(bound.fraction(got) > 1)[:SHOWN_ELEMENTS]:
-        at = (row, head, element)
-        allowed = f"{bound.low[at]:.6g} to {bound.high[at]:.6g}"
-        table.add_row(str(row), str(head), str(element), f"{float(got[at]):.6g}", f"{bound.value[at]:.6g}", allowed)
-    console.print(table)
+    failure = load_failure(file)
+    console.print(Text(f"{failure.gate}: {failure.difference}", style="red"))
+    console.print(f"case: {failure.case}")
+    found = None if failure.gate == "controls" else diagnose(failure.case, failure.got, failure.arithmetic)
+    console.print(Text(f"diagnosis: {found or failure.diagnosis}", style="bold"))
+    for line in wrong_elements(failure.case, failure.got, failure.arithmetic):
+        console.print(line)
 
 
 @app.command("bench")

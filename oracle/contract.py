@@ -21,7 +21,7 @@ from .bounds import Interval
 from .cases import CHECK_LAYERS, Case, CaseData, StreamCase, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
-from .diagnosis_window import diagnose_rows
+from .diagnosis_window import READERS, diagnose_rows
 from .memory import FastKernels, changed
 from .operations import AHEAD, AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, store
 from .report import Failure, Report
@@ -339,7 +339,7 @@ def _compare(
             run.report.passed(gate, operation.name)
             continue
         sentence = None
-        if run.report.diagnoses and not run.report.counts[gate, operation.name].failed:
+        if run.report.diagnoses and operation.name in READERS and not run.report.counts[gate, operation.name].failed:
             run.report.diagnoses -= 1
             sentence = diagnose_rows(operation, call, want, cache, run.tables, got)
         run.fail(gate, operation.name, str(found) if sentence is None else f"{found}\n  diagnosis: {sentence}")

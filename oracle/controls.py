@@ -1,7 +1,7 @@
 """Red controls: deliberate faults in the data that a check must see, each first proved to be worth seeing.
 
-A control changes the cache, the page table or a kernel's input. It is *effective* where the float64 reference, run with
-and without it, gives answers that no rounding explains: at least one leaves the bound of the other. Only then does a
+A control changes the cache, the page table or a kernel's input. It is *effective* where no answer is right both with
+and without it: some element's bounds around the float64 reference do not meet. Only then does a
 green check say that the kernel, and not the control, is at fault.
 """
 
@@ -102,8 +102,16 @@ class _Ground:
             own.buffer[:] = view.buffer
         seen = own if table is None else misread(own, dict.fromkeys(PARTS, table))
         with np.errstate(all="ignore"):
-            answer = operation.run(Reference(), call, given, seen, own)
-            return any((self.answers.intervals[name].fraction(array) > 1).any() for name, array in answer.items())
+            if operation.stores:  # what is read back is exact
+                answer = operation.run(Reference(), call, given, seen, own)
+                return any((self.answers.intervals[name].fraction(array) > 1).any() for name, array in answer.items())
+            return any(
+                (
+                    (other.low > right.high) | (other.high < right.low) | np.isnan(other.value) & ~np.isnan(right.value)
+                ).any()
+                for name, other in operation.bound(call, given, seen).items()
+                for right in (self.answers.intervals[name],)
+            )
 
     def _cache(self, role: str) -> LayerCache:
         return self.scene.copy(self.workspace, role).cache(self.answers.call.stream, self.layer)

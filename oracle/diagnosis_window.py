@@ -14,7 +14,8 @@ from ..reference.layout import LayerCache, Part
 from .compare import bits
 from .operations import AHEAD, BY_NAME, Call, Operation, Outputs, Results, one_row, row_of
 
-Table = npt.NDArray[np.int32]
+Table = npt.NDArray[np.int32] | None
+"""A page table; None reads the rows as if they were contiguous."""
 
 SECONDS = 10.0
 """Time spent on one diagnosis at most."""
@@ -40,7 +41,7 @@ def misread(cache: LayerCache, wrong: Mapping[Part, Table]) -> Misread:
 
 
 def diagnose_rows(
-    operation: Operation, call: Call, given: Results, cache: LayerCache, tables: Sequence[Table | None], got: Outputs
+    operation: Operation, call: Call, given: Results, cache: LayerCache, tables: Sequence[Table], got: Outputs
 ) -> str | None:
     """What explains the first wrong row of an operation that reads a paged cache; None if nothing that is tried does.
 
@@ -99,7 +100,7 @@ def _explains(operation: Operation, call: Call, given: Results, cache: Misread, 
 
 
 def _misreadings(
-    operation: Operation, call: Call, cache: LayerCache, tables: Sequence[Table | None]
+    operation: Operation, call: Call, cache: LayerCache, tables: Sequence[Table]
 ) -> Iterator[tuple[str, dict[Part, Table]]]:
     """Sentences and wrong tables, the likeliest first."""
     table = cache.table
@@ -111,6 +112,7 @@ def _misreadings(
     def whole(wrong: npt.NDArray[np.integer]) -> dict[Part, Table]:
         return dict.fromkeys(parts, np.asarray(wrong, np.int32))
 
+    yield "the page table was ignored, rows read as if contiguous", dict.fromkeys(parts)
     yield "the page table was ignored", whole(np.arange(len(table)))
     for stream, other in enumerate(tables):
         if stream != call.stream and other is not None:

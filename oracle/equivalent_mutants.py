@@ -69,6 +69,9 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
         ("common.cuh", "for (int h = 1; h <= heads && h <= most; ++h) {", "1", "2", 0),
         ("common.cuh", "for (int h = 1; h <= heads && h <= most; ++h) {", "&&", "||", 0),
         ("common.cuh", "if (heads % h) continue;", "%", "/", 0),
+        ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "==", "!=", 0),
+        ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "0", "1", 0),
+        ("common.cuh", "return n % 4 == 0 && most >= 4 ? 4 : n % 2 == 0 && most >= 2 ? 2 : 1;", "&&", "||", 0),
     ),
     "One item or turn more than there is work for, which the next line skips.": (
         (
@@ -95,6 +98,9 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
             0,
         ),
         ("merge.cu", "const float top = m[part] > high ? m[part] : high;", ">", ">=", 0),
+        ("select.cu", "int slot = before + (tie < wanted ? tie : wanted);", "<", "<=", 0),
+        ("scores.cu", "const int count = complete - first < KVP_TILE ? complete - first : KVP_TILE;", "<", "<=", 0),
+        ("chunks.cu", "const int tiles_here = count > 0 ? ceil_div(count, KVP_TILE) : 0;", ">", ">=", 0),
     ),
     "Differs only at a zero, where either branch gives the same bits.": (
         (
@@ -119,12 +125,14 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
     ),
     "Every other thread of the block stores the same value in place of the one that did.": (
         ("chunks.cu", "if (piece == 0) {", "==", "!=", 0),
+        ("chunks.cu", "if (piece == 0) {", "0", "1", 0),
     ),
     "One head at a time always divides, so the first turn of the loop sets it.": (
         ("common.cuh", "int best = 1;", "1", "2", 0),
     ),
     "The first partial that is not empty replaces it before it is read.": (
         ("merge.cu", "float high = -KVP_INFINITY, normaliser = 0.0f;", "-", "", 0),
+        ("merge.cu", "Lanes sum = splat(0.0f);", "0.0f", "1.0f", 0),
     ),
     "Every lane holds the same value.": (
         (
@@ -134,10 +142,18 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
             "[(0) + 1]",
             0,
         ),
+        (
+            "arithmetic.cuh",
+            "__device__ __forceinline__ float exp_nonpositive(float x) { return exp8(splat(x))[0]; }",
+            "0",
+            "1",
+            0,
+        ),
     ),
     "Where a digit holds just what is wanted, the next lower one becomes the least, none of it wanted: the same blocks. There is one, as more blocks share the prefix than are wanted.": (
         ("select.cu", "while (histogram[digit] < wanted) wanted -= histogram[digit--];", "<", "<=", 0),
     ),
+    "A row past the list is computed and then dropped.": (("chunks.cu", "if (k0 < here)", "<", "<=", 0),),
 }
 """Reasons, each with the mutants that it holds for."""
 

@@ -9,11 +9,13 @@ controls  a planted row or a swapped table, proved effective on the reference, m
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,18 @@ from .report import write_json
 
 Kernel = Callable[..., Any]
 
+FORMAT = "kvproof failure"
+WINDOW_FORMAT = "kvproof window failure"
 FAILURES = "KVPROOF_FAILURES"
 """Environment variable that moves the folder of saved failures."""
+
+UNEXPLAINED = "no substitution of pages or rows that was tried explains it"
+READ_RIGHT = (
+    "every row is within its bound, so the right keys were read: the order of the sums depends on the pages, the "
+    "neighbours or the run"
+)
+READ_WRONG = "a row that may not be read was read: what it holds changes the result"
+SHOWN_ELEMENTS = 5
 
 _AXES = ("row", "head", "element")
 
@@ -73,12 +85,15 @@ def judge(
     """
     __tracebackhide__ = True
     run = _Run(kernel, case, arithmetic, save)
-    given = case.arguments()
-    before = {name: array.copy() for name, array in given.items()}
+    given, arenas = case.build()
+    watched = {**given, **arenas}
+    before = {name: array.copy() for name, array in watched.items()}
     got = run(given)
     for name, array in before.items():
-        if not np.array_equal(_words(array), _words(given[name])):
-            run.broken("memory", f"the kernel changed its argument {name}", got)
+        if not np.array_equal(_words(array), _words(watched[name])):
+            run.broken(
+                "memory", f"the kernel changed its argument {name}", got, "the kernel wrote to what it only reads"
+            )
     worst, difference = compare_bound("result", got, case.bound(arithmetic), _AXES, _site(case, 0))
     if difference is not None:
         gate = "bound" if np.isfinite(got.astype(np.float64)).all() or case.fill == "zero" else "memory"
@@ -117,22 +132,35 @@ class _Run:
         """One control, proved effective on the reference, must turn the comparison red."""
         __tracebackhide__ = True
         bound = self.case.bound(self.arithmetic)
-        control = effective_control(self.case, bound)
+        control = effective_control(self.case, bound, self.arithmetic)
         if control is None:
             return
-        with np.errstate(all="ignore"):
-            changed = self(control.arguments)
+        try:
+            with np.errstate(all="ignore"):
+                changed = self(control.arguments)
+        except Exception:  # a kernel that refuses wrong arguments has seen them
+            return
         if (bound.fraction(changed) <= 1).all():
             difference = f"{control.name} changes the reference's answer, but not the kernel's"
-            self.broken("controls", difference, got, f"the result does not follow from the {control.changes}")
+            self.broken(
+                "controls",
+                difference,
+                got,
+                f"the result may not follow from the {control.changes}: this control left it as it was",
+            )
 
     def broken(self, gate: str, difference: str, got: Array, diagnosis: str | None = None) -> None:
         __tracebackhide__ = True
         case, shown = self._clear(got)
         diagnosis = diagnosis or diagnose(case, shown, self.arithmetic)
-        failure = SavedFailure(gate=gate, difference=difference, diagnosis=diagnosis, case=case, got=shown)
+        if diagnosis is None:
+            diagnosis = READ_RIGHT if gate == "bits" else READ_WRONG if gate == "memory" else UNEXPLAINED
+        failure = SavedFailure(
+            gate=gate, difference=difference, diagnosis=diagnosis, case=case, got=shown, arithmetic=self.arithmetic
+        )
         replay = save_failure(failure) if self.save else None
-        lines = (f"{gate}: {difference}", f"case: {self.case}")
+        shown_elements = wrong_elements(case, shown, self.arithmetic) if diagnosis == UNEXPLAINED else []
+        lines = (f"{gate}: {difference}", *shown_elements, f"case: {self.case}")
         raise ContractError(gate, lines, diagnosis=diagnosis, replay=replay)
 
     def _clear(self, got: Array) -> tuple[AttentionCase, Array]:
@@ -158,7 +186,7 @@ def as_result(result: Any, q: Array) -> Array:
             f"the kernel returned {result.dtype} {list(result.shape)}; it must return {q.dtype} {list(q.shape)}, "
             "rows, query heads and head_dim as in q"
         )
-    return np.ascontiguousarray(result)
+    return np.array(result, order="C", copy=True)  # the kernel may use its buffer again
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,32 +198,54 @@ class SavedFailure:
     diagnosis: str | None
     case: AttentionCase
     got: Array
+    arithmetic: Arithmetic
 
 
-def save_failure(failure: SavedFailure) -> str | None:
-    """Keep a failure, one per test; returns the command that explains it, or None where it cannot be kept."""
+def wrong_elements(case: AttentionCase, got: Array, arithmetic: Arithmetic) -> list[str]:
+    """The first elements outside their bounds, in words."""
+    bound = case.bound(arithmetic)
+    found = np.argwhere(bound.fraction(got) > 1)[:SHOWN_ELEMENTS]
+    return [
+        f"  row {r}, head {h}, element {e}: got {float(got[r, h, e]):.6g}, allowed is {bound.low[r, h, e]:.6g} to "
+        f"{bound.high[r, h, e]:.6g}"
+        for r, h, e in found
+    ]
+
+
+def failure_file() -> Path:
+    """Where the failure of the running test is kept: one file per test, whatever folder it lies in."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "kernel").removesuffix(" (call)")
-    name = re.sub(r"[^\w.-]+", "-", test.rsplit("/", 1)[-1]).strip("-")
-    folder = Path(os.environ.get(FAILURES) or ".kvproof/failures")
-    file = folder / f"{name}.json"
-    bits = base64.b64encode(np.ascontiguousarray(failure.got).view(np.uint8).tobytes()).decode()
+    name = re.sub(r"[^\w.-]+", "-", test.rsplit("::", 1)[-1]).strip("-")[:80]
+    digest = hashlib.sha256(test.encode()).hexdigest()[:8]
+    return Path(os.environ.get(FAILURES) or ".kvproof/failures") / f"{name}-{digest}.json"
+
+
+def keep(values: dict[str, Any]) -> str:
+    """Write a failure; returns the command that explains it, or why it could not be kept."""
+    file = failure_file()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(
-            file,
-            {
-                "format": "kvproof failure",
-                "version": 1,
-                "gate": failure.gate,
-                "difference": failure.difference,
-                "diagnosis": failure.diagnosis,
-                "case": failure.case.as_json(),
-                "result": bits,
-            },
-        )
-    except OSError:
-        return None
-    return f"kvproof explain {file}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, values)
+    except OSError as error:
+        return f"not saved: {error}; set ${FAILURES} to a folder that can be written"
+    return f"kvproof explain {shlex.quote(str(file))}"
+
+
+def save_failure(failure: SavedFailure) -> str:
+    """Keep a failure, one per test; returns the command that explains it, or why it could not be kept."""
+    bits = base64.b64encode(np.ascontiguousarray(failure.got).view(np.uint8).tobytes()).decode()
+    return keep(
+        {
+            "format": FORMAT,
+            "version": 1,
+            "gate": failure.gate,
+            "difference": failure.difference,
+            "diagnosis": failure.diagnosis,
+            "case": failure.case.as_json(),
+            "arithmetic": asdict(failure.arithmetic),
+            "result": bits,
+        }
+    )
 
 
 def load_failure(file: Path) -> SavedFailure:
@@ -206,7 +256,7 @@ def load_failure(file: Path) -> SavedFailure:
     """
     try:
         saved = json.loads(file.read_text())
-        if saved["format"] != "kvproof failure" or saved["version"] != 1:
+        if saved["format"] != FORMAT or saved["version"] != 1:
             raise ValueError(f"format {saved['format']!r}, version {saved['version']!r}")
         case = AttentionCase.from_json(saved["case"])
         q = case.arguments()["q"]
@@ -215,10 +265,21 @@ def load_failure(file: Path) -> SavedFailure:
             difference=saved["difference"],
             diagnosis=saved["diagnosis"],
             case=case,
+            arithmetic=Arithmetic(**saved["arithmetic"]),
             got=np.frombuffer(base64.b64decode(saved["result"]), q.dtype).reshape(q.shape),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is not a failure that kvproof saved: {error}") from None
+
+
+def load_window_failure(file: Path) -> dict[str, Any] | None:
+    """A saved failure of the block-sparse form as it was written; None where the file is something else."""
+    try:
+        saved = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(saved, dict) and saved.get("format") == WINDOW_FORMAT and saved.get("version") == 1
+    return saved if whole else None
 
 
 def _site(case: AttentionCase, stream: int) -> Site:

@@ -19,7 +19,7 @@ from ..fast import KernelSources
 from ..fast.compiler import CACHE_VARIABLE
 from .equivalent_mutants import reason_of
 from .isolate import isolated
-from .mutant_judge import Status, judge
+from .mutant_judge import Status, judge, portable
 
 PROCESS_S = 90.0
 """Seconds of one mutant, compilation included; killed behind them."""
@@ -67,7 +67,8 @@ _SWAPS: Mapping[str, str] = {
     "+=": "-=", "-=": "+=", "++": "--", "--": "++",
 }  # fmt: skip
 
-_UNSEEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+_UNSEEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\bfetch_wait\([^;{]*\);', re.DOTALL)
+"""Comments, strings, and waits for copies that only a GPU makes."""
 _NOT_BUILT = (
     "#ifndef KVP_HOST",
     "#ifdef KVP_ASYNC_COPY",
@@ -83,11 +84,6 @@ _UNARY = re.compile(r"(?<=[(\s,?:=])(-|!|~)(?=[\w(])")
 _NUMBER = re.compile(r"(?<![\w.#])(0x[0-9a-fA-F]+|\d+\.\d+(?:e-?\d+)?|\d+)([fuUlL]*)\b")
 _INDEX = re.compile(r"(?<=[\w\])])\[([^\[\]]+)\]")
 _BARRIER = re.compile(r"__syncthreads\(\);")
-
-
-def portable(sources: KernelSources | None = None) -> KernelSources:
-    """The kernels with the lanes of `cuda/lanes.cuh` instead of the host's own, so that its changes run on a CPU."""
-    return (sources or KernelSources()).edit("lanes.cuh", "#ifdef KVP_HOST", "#if 0")
 
 
 def mutants(sources: KernelSources, files: Sequence[str] = ()) -> Iterator[Mutant]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
@@ -119,7 +120,7 @@ def write_json(path: Path, value: Any) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text)
         return
-    draft = path.with_name(path.name + ".part")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         draft.write_text(text)
         os.replace(draft, path)

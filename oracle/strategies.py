@@ -14,7 +14,7 @@ smallest page, pages in order, zeros where nothing may be read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import hypothesis
@@ -97,7 +97,17 @@ def _error(example: Example, report: Report) -> judging.ContractError:
     told = [f"{f.gate} {f.kernel}: {f.message}\n  {f.where}" for f in report.failures[:SHOWN]]
     more = [f"and {len(rest) + 1 - SHOWN} more"] if len(rest) >= SHOWN else []
     lines = [*told, *more, f"example: {example!r}"]
-    return judging.ContractError(first.gate, lines, diagnosis=None, replay=None)
+    sentence = next((f.message.split("diagnosis: ")[1] for f in report.failures if "diagnosis: " in f.message), None)
+    diagnosis = sentence or f"{first.kernel}: {first.message.splitlines()[0]}"
+    saved = {
+        "format": judging.WINDOW_FORMAT,
+        "version": 1,
+        "gate": first.gate,
+        "diagnosis": diagnosis,
+        "example": repr(example),
+        "failures": [asdict(failure) for failure in report.failures],
+    }
+    return judging.ContractError(first.gate, lines, diagnosis=diagnosis, replay=judging.keep(saved))
 
 
 def page_sizes(*, block: int = 1, most: int = 64) -> Strategy[int]:
@@ -110,31 +120,42 @@ def page_sizes(*, block: int = 1, most: int = 64) -> Strategy[int]:
     if most < block:
         raise ValueError(f"most is {most}; a page holds at least one block of {block}")
     if DEFAULT_PAGE_SIZES:
-        return st.sampled_from(DEFAULT_PAGE_SIZES)
+        whole = [size for size in DEFAULT_PAGE_SIZES if size % block == 0]
+        if not whole:
+            raise ValueError(f"--kv-page-size {DEFAULT_PAGE_SIZES} has no multiple of the block, {block}; add one")
+        return st.sampled_from(whole)
     return st.integers(1, most // block).map(lambda blocks: blocks * block)
 
 
-@st.composite
-def lengths(draw: st.DrawFn, *, page_size: int, most: int, edges: Sequence[int] = ()) -> int:
+def lengths(*, page_size: int, most: int, edges: Sequence[int] = ()) -> Strategy[int]:
     """A stream's length from 1 to `most`, often on or beside an edge: a page's end, two pages' end, those given.
 
     Raises:
         ValueError: `page_size` or `most` is below 1.
     """
     _positive(page_size=page_size, most=most)
+    return _lengths(page_size=page_size, most=most, edges=edges)
+
+
+@st.composite
+def _lengths(draw: st.DrawFn, *, page_size: int, most: int, edges: Sequence[int] = ()) -> int:
     near = [edge + step for edge in (page_size, 2 * page_size, *edges) for step in (-1, 0, 1)]
     near = sorted({n for n in near if 1 <= n <= most})
     return draw(st.integers(1, most) | st.sampled_from(near) if near else st.integers(1, most))
 
 
-@st.composite
-def page_orders(draw: st.DrawFn, *, pages: int) -> tuple[int, ...]:
+def page_orders(*, pages: int) -> Strategy[tuple[int, ...]]:
     """Physical pages in the order in which they are handed out: in order, reversed, or any permutation.
 
     Raises:
         ValueError: `pages` is below 1.
     """
     _positive(pages=pages)
+    return _page_orders(pages=pages)
+
+
+@st.composite
+def _page_orders(draw: st.DrawFn, *, pages: int) -> tuple[int, ...]:
     kind = draw(st.sampled_from(("identity", "reversed", "shuffled")))
     if kind == "shuffled":
         return tuple(draw(st.permutations(range(pages))))
@@ -180,7 +201,7 @@ def attention_cases(
     page_size: Strategy[int] | None = None,
     most_length: int = 80,
     most_streams: int = 3,
-    dtypes: Sequence[DType] = ("bf16",),
+    dtypes: Sequence[DType] = ("bf16", "f32"),
     fills: Sequence[Fill] = FILLS,
     profiles: Sequence[Profile] = PROFILES,
 ) -> Strategy[AttentionCase]:
@@ -209,8 +230,10 @@ def attention_cases(
         if wrong or not given:
             raise ValueError(f"{name} is {list(given)}; give some of {', '.join(allowed)}")
     for name, sizes in (("kv_heads", kv_heads), ("groups", groups), ("head_dims", head_dims)):
-        if not sizes or any(size < 1 for size in sizes):
-            raise ValueError(f"{name} is {list(sizes)}; give at least one size, each 1 or more")
+        if isinstance(sizes, (str, int)) or not sizes:
+            raise ValueError(f"{name} is {sizes!r}; give a sequence of at least one size")
+        _positive(**{f"a size of {name}": size for size in sizes if not isinstance(size, int) or size < 1})
+    _strategy(page_size)
     if padding_unit < 0:
         raise ValueError(f"padding_unit is {padding_unit}; it must be 0 or more")
     return _attention_case(
@@ -231,14 +254,20 @@ def attention_cases(
     )
 
 
-@st.composite
-def streams(draw: st.DrawFn, *, geometry: Geometry, page_size: int, most_length: int, most_rows: int = 6) -> StreamCase:
+def streams(*, geometry: Geometry, page_size: int, most_length: int, most_rows: int = 6) -> Strategy[StreamCase]:
     """One stream of the block-sparse form: cached positions on and beside the edges of block, page and budget.
 
     Raises:
         ValueError: a size is below 1.
     """
     _positive(page_size=page_size, most_length=most_length, most_rows=most_rows)
+    return _streams(geometry=geometry, page_size=page_size, most_length=most_length, most_rows=most_rows)
+
+
+@st.composite
+def _streams(
+    draw: st.DrawFn, *, geometry: Geometry, page_size: int, most_length: int, most_rows: int = 6
+) -> StreamCase:
     edges = (geometry.block, geometry.budget + geometry.block - 1, TILE)
     end = draw(lengths(page_size=page_size, most=most_length, edges=edges))
     rows = draw(st.integers(1, min(end, most_rows)))
@@ -287,8 +316,9 @@ def cases(
         ValueError: there are no geometries, or a size is below 1.
     """
     _positive(most_length=most_length, most_streams=most_streams)
-    if not geometries:
-        raise ValueError("geometries is empty; give at least one, such as reference.TINY")
+    _strategy(page_size)
+    if not geometries or not all(isinstance(geometry, Geometry) for geometry in geometries):
+        raise ValueError(f"geometries is {geometries!r}; give at least one Geometry, such as reference.TINY")
     return _example(
         {
             "geometries": [at_check(geometry) for geometry in geometries],
@@ -306,7 +336,7 @@ def controls(case: AttentionCase, *, arithmetic: Arithmetic = FP32) -> Strategy[
         ValueError: none is effective: the arena has but one page.
     """
     bound = case.bound(arithmetic)
-    made = [control for control in applicable_controls(case) if is_effective(case, control, bound)]
+    made = [control for control in applicable_controls(case) if is_effective(case, control, bound, arithmetic)]
     if not made:
         raise ValueError(f"no control changes the answer of {case}; give it more pages, or longer streams")
     return st.sampled_from(made)
@@ -326,14 +356,18 @@ def swapped_tables(case: AttentionCase) -> Strategy[AttentionControl]:
     return controls(case).filter(lambda control: control.changes == "page table")
 
 
-@st.composite
-def neighbourhoods(draw: st.DrawFn, *, most_steps: int = 4) -> tuple[AttentionCase, ...]:
+def neighbourhoods(*, most_steps: int = 4) -> Strategy[tuple[AttentionCase, ...]]:
     """Steps of one batch: stream 0 stays as it is, its neighbours come, grow, shrink and go, on other pages each time.
 
     Raises:
         ValueError: `most_steps` is below 1.
     """
     _positive(most_steps=most_steps)
+    return _neighbourhoods(most_steps=most_steps)
+
+
+@st.composite
+def _neighbourhoods(draw: st.DrawFn, *, most_steps: int = 4) -> tuple[AttentionCase, ...]:
     first = draw(attention_cases(most_streams=1))
     steps = []
     for _ in range(draw(st.integers(1, most_steps))):
@@ -393,5 +427,12 @@ def geometries(draw: st.DrawFn) -> Geometry:
 
 def _positive(**sizes: int) -> None:
     for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is {size!r}; it must be an integer")
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
+
+
+def _strategy(page_size: object) -> None:
+    if page_size is not None and not isinstance(page_size, st.SearchStrategy):
+        raise TypeError(f"page_size is {page_size!r}; give a strategy, such as st.just({page_size!r}), or None")

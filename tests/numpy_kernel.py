@@ -16,6 +16,8 @@ def attend(q, keys, values, page_table, lengths, query_start=None, *, bug=None, 
             bug, page_table[stream]
         )[:pages]
         k, v = (x[table].swapaxes(1, 2) if hnd else x[table] for x in (keys, values))
+        if bug == "keys ignore the table":
+            k = keys[: len(table)]
         if bug == "value page" and pages > 1:
             v = v.copy()
             v[1] = values[table[0]].swapaxes(0, 1) if hnd else values[table[0]]
@@ -34,7 +36,10 @@ def attend(q, keys, values, page_table, lengths, query_start=None, *, bug=None, 
 def _row(q, keys, values, bug):
     heads, width = keys.shape[1:]
     grouped = q.astype(np.float32).reshape(heads, -1, width)
-    s = np.einsum("hgd,nhd->hgn", grouped, keys) * np.float32(width**-0.5)
+    if bug == "heads dealt in turn":
+        grouped = q.astype(np.float32).reshape(-1, heads, width).swapaxes(0, 1)
+    s = np.einsum("hgd,nhd->hgn", grouped, keys) * np.float32(1.0 if bug == "scale left out" else width**-0.5)
     p = np.exp(s - s.max(axis=-1, keepdims=True))
     total = p.sum(axis=-1, keepdims=True) * (1 + (bug == "wrong normaliser") / 16)
-    return (np.einsum("hgn,nhd->hgd", p, values) / total).reshape(q.shape).astype(q.dtype)
+    o = np.einsum("hgn,nhd->hgd", p, values) / total
+    return (o.swapaxes(0, 1) if bug == "heads dealt in turn" else o).reshape(q.shape).astype(q.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from kvproof import fast
 from kvproof.fast import Engine, HostBackend, KernelSources
 from kvproof.oracle.machine import arena_machine
 from kvproof.oracle.memory import FastKernels
@@ -29,6 +30,13 @@ FAULTS = {
 
 def test_our_kernels_agree_with_the_model(engine):
     run_state_machine_as_test(arena_machine(FastKernels(engine)), settings=FEW)
+
+
+def test_kernels_with_some_of_the_functions_will_do():
+    class Mine:
+        scores = staticmethod(fast.scores)
+
+    run_state_machine_as_test(arena_machine(Mine()), settings=settings(FEW, max_examples=3))
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -11,14 +11,15 @@ import sys
 import pytest
 from kvproof.fast import HostBackend, KernelSources
 from kvproof.oracle import hunt as hunting
+from kvproof.oracle import mutants as mutating
 from kvproof.oracle.cases import at_check
 from kvproof.oracle.equivalent_mutants import EQUIVALENT, reason_of
 from kvproof.oracle.examples import draw, run_example
 from kvproof.oracle.faults import CATALOGUE, FAULT_GATES, Edit, Fault, chosen
 from kvproof.oracle.hunt import Hunt
 from kvproof.oracle.isolate import isolated
-from kvproof.oracle.mutant_judge import SANITIZER, judge
-from kvproof.oracle.mutants import mutants, portable, run_mutants, sample
+from kvproof.oracle.mutant_judge import SANITIZER, judge, portable
+from kvproof.oracle.mutants import mutants, run_mutants, sample
 from kvproof.oracle.report import Report
 from kvproof.oracle.variants import host_variants
 from kvproof.reference import TINY
@@ -102,9 +103,9 @@ def test_what_waits_cannot_be_run():
         Hunt().run(chosen(["F04"])[0])
 
 
-def test_the_unplanted_kernels_are_green_and_index_nothing_past_an_array():
+def test_the_unplanted_kernels_are_green_index_nothing_past_an_array_and_align_what_a_gpu_needs_aligned():
     backend = HostBackend(flags=("-O1", *SANITIZER))
-    variants = host_variants(seed=0, backend=backend)
+    variants = host_variants(seed=0, sources=portable(), backend=backend)
     for example in itertools.islice(draw(GEOMETRY, seed=0), 3):
         report = Report()
         run_example(GEOMETRY, example, variants, report, seed=0)
@@ -251,6 +252,14 @@ def test_each_known_equivalent_is_a_mutant_of_today_and_has_a_reason():
     assert sorted(set(known) - today) == []
     assert len(set(known)) == len(known)
     assert all(reason_of(*entry) for entry in known)
+
+
+@pytest.mark.slow
+def test_known_equivalents_are_seen_by_nothing(monkeypatch):
+    known = [m for m in mutants(portable()) if reason_of(m.file, m.text, m.old, m.new, m.nth)]
+    monkeypatch.setattr(mutating, "reason_of", lambda *key: None)
+    seen = [f"{one.mutant}: {one.by}" for one in run_mutants(known, jobs=2) if one.status != "survived"]
+    assert not seen
 
 
 def test_unchanged_kernels_survive_and_broken_ones_do_not():

@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvproof.fast import HostBackend, KernelSources
+from kvproof.oracle import strategies
+from kvproof.oracle.cases import StreamCase, at_check
+from kvproof.oracle.contract import Example
+from kvproof.oracle.judge import ContractError
+from kvproof.oracle.variants import host_variants
+from kvproof.reference import TINY
 
 MINE = """
 import functools
@@ -55,6 +62,22 @@ def test_a_broken_kernel_is_named_with_a_line_to_replay(tmp_path):
 def test_options_reach_the_strategies_and_the_fixtures(tmp_path):
     done = run(tmp_path, "--kv-page-size", "3", "--kv-page-size", "5", "--kv-seed", "7", sizes=[3, 5], seed=7)
     assert "1 failed, 2 passed" in done.stdout
+
+
+def test_a_block_sparse_failure_is_kept_and_explained_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPROOF_FAILURES", str(tmp_path))
+    sources = KernelSources().edit("pages.cuh", "if (!pages.table) return", "return")
+    variants = host_variants(seed=0, sources=sources, backend=HostBackend(flags=("-O1",)))
+    example = Example(
+        geometry=at_check(TINY), streams=(StreamCase(cached=40, rows=3),), page_size=12, order=(3, 2, 1, 0, 4)
+    )
+    with pytest.raises(ContractError) as caught:
+        strategies.check(variants, example)
+    assert "layer 1: the page table was ignored" in caught.value.diagnosis
+    explain = [sys.executable, "-c", "from kvproof.oracle.cli import main; main()", *caught.value.replay.split()[1:]]
+    told = subprocess.run(explain, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert "the page table was ignored" in told.stdout
 
 
 @pytest.mark.parametrize(
