@@ -57,6 +57,10 @@ def isolated(
         jobs: processes at a time.
         limit_s: seconds after which a process is killed.
         environment: variables of the processes, on top of this one's.
+
+    Raises:
+        Exception: what the function raised.
+        RuntimeError: a process could not load the function or its arguments.
     """
     # A server that has imported everything and runs no threads forks them: that is quick, and safe.
     context = multiprocessing.get_context("forkserver")
@@ -93,15 +97,17 @@ def _end(run: _Running, limit_s: float) -> Ended[Any]:
             died = f"ran past {limit_s:g} s"
     except EOFError:
         run.process.join()
-        died = f"crashed with exit status {run.process.exitcode}"
     finally:
         run.pipe.close()
         run.process.kill()
         run.process.join()
     if isinstance(result, Exception):
         raise result
+    status = run.process.exitcode
     if result is None and died is None:
-        died = f"crashed with exit status {run.process.exitcode}"
+        died = f"crashed with exit status {status}"
+    if status is not None and status > 0:  # no signal: Python could not start or load what it was to run
+        raise RuntimeError(f"process {run.number} never ran its function: it ended with exit status {status}")
     return Ended(number=run.number, result=result, died=died, seconds=seconds)
 
 

@@ -145,7 +145,7 @@ def _by_pinned_bits(base: KernelSources, changed: KernelSources) -> str:
         want = _results(base, setup)
         try:
             got = _results(changed, setup)
-        except LaunchError as error:
+        except (LaunchError, ValueError) as error:
             return f"pinned bits: {error}"
         for name, array in want.items():
             if array.shape != got[name].shape or not np.array_equal(bits(array), bits(got[name])):
@@ -158,7 +158,7 @@ def _by_sanitizer(changed: KernelSources) -> str:
     for setup in SETUPS:
         try:
             _results(changed, setup, *SANITIZER)
-        except LaunchError as error:
+        except (LaunchError, ValueError) as error:
             return f"sanitizer: {error}"
     return ""
 

@@ -21,7 +21,7 @@ from .equivalent_mutants import reason_of
 from .isolate import isolated
 from .mutant_judge import Status, judge, portable
 
-PROCESS_S = 90.0
+PROCESS_S = 300.0
 """Seconds of one mutant, compilation included; killed behind them."""
 
 

@@ -175,6 +175,16 @@ def test_crashes_and_hangs_end_their_own_process_only():
     assert ends[2].died == "ran past 3 s"
 
 
+def test_a_process_that_cannot_start_is_an_error_and_no_crash(monkeypatch):
+    monkeypatch.setattr("kvproof.oracle.isolate._call", leave)
+    with pytest.raises(RuntimeError, match="never ran its function: it ended with exit status 3"):
+        list(isolated(die, [("well",)], jobs=1, limit_s=30))
+
+
+def leave(*words):
+    raise SystemExit(3)
+
+
 def test_an_exception_comes_back():
     with pytest.raises(ValueError, match="told so"):
         list(isolated(die, [("raise",)], jobs=1, limit_s=30))
