@@ -23,7 +23,7 @@ from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
 from .diagnosis_window import READERS, diagnose_rows
 from .memory import FastKernels, changed
-from .operations import AHEAD, AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, store
+from .operations import AHEAD, AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, calls_of, store
 from .report import Failure, Report
 from .scene import (
     POISONS,
@@ -159,7 +159,7 @@ def check_example(example: Example, variants: Sequence[Variant], report: Report)
     example's filler.
     """
     data = with_pooled(fill(example.geometry, example.case, seed=example.seed))
-    calls, kept = _calls(data), _kept(data)
+    calls, kept = calls_of(data), _kept(data)
     space = Workspace()
 
     def run(where: str) -> _Run:
@@ -181,21 +181,6 @@ def check_example(example: Example, variants: Sequence[Variant], report: Report)
     _control_gate(run("controls"), arena("other"), space, variants[0], answers)
 
 
-def _calls(data: CaseData) -> tuple[Call, ...]:
-    return tuple(
-        Call(
-            geometry=data.geometry,
-            weights=data.weights,
-            stream=number,
-            pos0=stream.case.cached,
-            projection=stream.projection,
-            rope=stream.rope,
-            dense_rows=data.case.dense_rows,
-        )
-        for number, stream in enumerate(data.streams)
-    )
-
-
 def _kept(data: CaseData) -> tuple[Array, ...]:
     """Copies of what the kernels are given and must leave as it is."""
     return tuple(stream.projection.copy() for stream in data.streams)
@@ -205,7 +190,7 @@ def _check_case(
     plan: Plan, case: Case, variants: Sequence[Variant], report: Report, progress: Callable[[str], None]
 ) -> None:
     data = with_pooled(fill(plan.geometry, case, seed=plan.seed))
-    calls, kept = _calls(data), _kept(data)
+    calls, kept = calls_of(data), _kept(data)
 
     def run(where: str, page: int | None) -> _Run:
         pages = "" if page is None else f"page {page}, "

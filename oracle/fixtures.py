@@ -26,7 +26,7 @@ from .compare import Site, compare_bits, compare_bound
 from .fixture_set import DTYPES, FORMAT, VERSION, File, write_set
 from .fixture_tensors import KNOWN, TENSORS, WANTED
 from .memory import changed
-from .operations import AXES, Answers, Array, Call, Kernels, close_scores, store
+from .operations import AXES, Answers, Array, Call, Kernels, calls_of, close_scores, store
 from .peer import FixtureError
 from .scene import Filler, Scene, Tables, Workspace, contiguous, page_order, paged, with_pooled
 
@@ -129,7 +129,7 @@ def _files(recipe: Recipe, kernels: Kernels) -> Iterator[File]:
     for case in recipe.cases:
         data = with_pooled(fill(recipe.geometry, case, seed=recipe.seed))
         scene = contiguous(data, Workspace())
-        answers = tuple(_answers(kernels, call, scene.cache(call.stream, LAYER)) for call in _calls(data))
+        answers = tuple(_answers(kernels, call, scene.cache(call.stream, LAYER)) for call in calls_of(data))
         shared = _shared(data, answers)
         if "contiguous" in recipe.forms:
             yield _file(recipe, data, answers, "contiguous", shared | _histories(data))
@@ -139,21 +139,6 @@ def _files(recipe: Recipe, kernels: Kernels) -> Iterator[File]:
                 scene = paged(data, Workspace(), page_size=page_size, order=order, filler=FILLERS[tables])
                 arena = _arenas(scene, answers, kernels)
                 yield _file(recipe, data, answers, tables, shared | arena, scene.layouts[0])
-
-
-def _calls(data: CaseData) -> tuple[Call, ...]:
-    return tuple(
-        Call(
-            geometry=data.geometry,
-            weights=data.weights,
-            stream=number,
-            pos0=stream.case.cached,
-            projection=stream.projection,
-            rope=stream.rope,
-            dense_rows=min(data.case.dense_rows, stream.case.rows),
-        )
-        for number, stream in enumerate(data.streams)
-    )
 
 
 def _answers(kernels: Kernels, call: Call, cache: LayerCache) -> Answers:

@@ -20,6 +20,7 @@ from ..reference.prep import split
 from ..reference.results import Bf16Array, KeyLists, Partials, Prepared, score_blocks
 from . import bounds
 from .bounds import Interval
+from .cases import CaseData
 
 Array = npt.NDArray[Any]
 Results = Mapping[str, Array]
@@ -103,6 +104,22 @@ class Call:
 Outputs = dict[str, Array]
 Run = Callable[[Kernels, Call, Results, LayerCache, LayerCache], Outputs]
 Bound = Callable[[Call, Results, LayerCache], dict[str, Interval]]
+
+
+def calls_of(data: CaseData) -> tuple[Call, ...]:
+    """The windows of a case, one for each stream."""
+    return tuple(
+        Call(
+            geometry=data.geometry,
+            weights=data.weights,
+            stream=number,
+            pos0=stream.case.cached,
+            projection=stream.projection,
+            rope=stream.rope,
+            dense_rows=min(data.case.dense_rows, stream.case.rows),
+        )
+        for number, stream in enumerate(data.streams)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,6 +158,12 @@ def test_anything_with_dlpack_will_do():
     judge(lambda *a: Wrapped(attend(*a)), replace(CASE, dtype="f32"))
 
 
+def test_the_table_as_csr_names_the_same_pages():
+    indptr, indices, last = replace(CASE, lengths=(8, 9)).csr()
+    assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 2, 5], [3, 1, 0, 4, 2], [4, 1])
+    assert all(x.dtype == np.int32 for x in (indptr, indices, last))
+
+
 def test_a_case_comes_back_from_its_repr_and_its_json():
     assert eval(repr(CASE)) == CASE
     assert AttentionCase.from_json(json.loads(json.dumps(CASE.as_json()))) == CASE
