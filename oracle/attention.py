@@ -25,7 +25,9 @@ import numpy.typing as npt
 
 from ..reference import paged_attention
 from ..reference.layout import KvLayout, KvStyle
-from .bounds import Arithmetic, Interval, plain_attention, stored
+from .arithmetic import Arithmetic
+from .bounds import plain_attention, stored_as
+from .interval import Interval, stacked
 
 Array = npt.NDArray[Any]
 
@@ -232,7 +234,7 @@ class AttentionCase:
     def bound(self, arithmetic: Arithmetic) -> Interval:
         """Where every element of the result must lie: [rows, QH, D]."""
         made = [self.row_bound(row, arithmetic) for row in range(len(self.rows))]
-        return Interval(*(np.stack([getattr(x, end) for x in made]) for end in ("value", "low", "high")))
+        return stacked(made)
 
     def bound_of(self, given: dict[str, Array], arithmetic: Arithmetic) -> Interval:
         """Where the result must lie for other arguments: a control's."""
@@ -245,7 +247,7 @@ class AttentionCase:
             table = given["page_table"][stream, : -(-count // self.page_size)]
             k, v = (x[table].reshape(-1, *x.shape[2:])[:count] for x in (keys, values))
             made.append(self.row_bound(row, arithmetic, k, v))
-        return Interval(*(np.stack([getattr(x, end) for x in made]) for end in ("value", "low", "high")))
+        return stacked(made)
 
     def row_bound(
         self,
@@ -264,7 +266,7 @@ class AttentionCase:
         q, k, v = (x.astype(np.float64) for x in (own["q"][inner], keys, values))
         q = q if heads is None else q[heads]
         unrounded = plain_attention(q, k, v, self.head_dim**-0.5 if scale is None else scale, arithmetic)
-        return stored(unrounded, *_ROUNDOFF[self.dtype])
+        return stored_as(unrounded, *_ROUNDOFF[self.dtype])
 
     def reference(self, given: dict[str, Array]) -> Array:
         """What the float64 reference gives for a kernel's arguments: [rows, QH, D]."""

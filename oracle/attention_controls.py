@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .arithmetic import Arithmetic
 from .attention import DTYPES, Array, AttentionCase
-from .bounds import Arithmetic, Interval
+from .interval import Interval
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,120 +1,41 @@
-"""Error bounds of every kernel's outputs, from its inputs alone.
+"""Error bounds of every kernel's outputs, from its inputs alone: theorems about the arithmetic of SPEC section 5.
 
-Each function runs the reference on the kernel's inputs and carries along how far the fp32 arithmetic of SPEC section 5
-can stray from it. With u = 2**-24 and gamma(n) = n u / (1 - n u) (Higham, Accuracy and Stability of Numerical
-Algorithms, lemma 3.1), a sum of n products in *any* order errs by at most gamma(n) times the sum of their magnitudes,
-so these bounds hold for every summation tree, ours and another engine's. A rounding to bf16 is monotone: a value known
-to lie in [a, b] rounds into [bf16(a), bf16(b)], which is how every bf16 step is carried here, without adding half an
-ulp where no value in reach changes its rounding.
+Each function runs the reference on the kernel's inputs and carries along how far a kernel of the given `Arithmetic` can
+stray from it. docs/bounds.md derives each bound, with the same symbols:
+
+    u         unit roundoff of the accumulator, 2**-24
+    gamma(h)  h u / (1 - h u), the relative error of h roundings on top of each other: Higham, Accuracy and Stability of
+              Numerical Algorithms, lemma 3.1. h is the depth of a term in the actual tree of its sum (section 4.2), one
+              number for each term, not the length of the sum.
+    e_k       error of score k;  [low_t, high_t], where the running maximum after tile t lies
+    eps       relative error of exp
+
+Softmax follows Blanchard, Higham and Higham, Accurately computing the log-sum-exp and softmax functions (2021), section
+4: the error of exp(s - m) is that of its exponent, as a factor. A step that is exact is not counted: exp(0) = 1, so
+that a rescaling costs nothing where the running maximum surely stays.
 
 All of this holds where no fp32 operation overflows: a row's mean of squares needs elements below 2**59 or so, a value
 product weights and values whose sum stays below 2**127. Past that an output may be infinite and be called red.
-
-An output is within its bound where it lies in the interval; its error as a fraction of the bound is
-|got - reference| over the larger of the interval's two arms.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..reference import attention as attention_of
-from ..reference import chunks as reference_chunks
-from ..reference import gate as reference_gate
-from ..reference import merge as reference_merge
 from ..reference import scores as reference_scores
-from ..reference.geometry import CHUNK, TILE, FloatArray, Geometry, Rope, Weights
+from ..reference.chunks import attend, runs
+from ..reference.geometry import TILE, FloatArray, Geometry, IntArray, Rope, Weights
 from ..reference.layout import LayerCache
 from ..reference.numerics import bf16, widen
-from ..reference.prep import angles, norm, rotate, split
-from ..reference.results import Bf16Array, KeyLists, Partials
-
-SLACK = 1.0 + 2.0**-20
-"""Covers the float64 rounding of the bounds' own evaluation: they are computed in a few thousand float64 operations."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arithmetic:
-    """What a kernel's fp32 arithmetic promises.
-
-    Attributes:
-        unit: unit roundoff of the accumulator.
-        exp: relative error of exp on [-126 ln 2, 0].
-        exp_floor: absolute error of exp anywhere below.
-        turn: absolute error of cos and sin.
-        tiny: absolute error of one operation that underflows.
-        probability: unit roundoff of the weights as the value product takes them; 2**-8 for bf16, 0 where they stay in
-            the accumulator's format. Our own kernels' bf16 weights are carried exactly instead.
-    """
-
-    unit: float = 2.0**-24
-    probability: float = 2.0**-8
-    exp: float = 2.0**-22
-    exp_floor: float = 2.0**-126
-    turn: float = 2.0**-23
-    tiny: float = 2.0**-149
-
-    def gamma(self, n: float) -> float:
-        """Relative error of n roundings on top of each other."""
-        return n * self.unit / (1.0 - n * self.unit)
-
-
-FP32 = Arithmetic()
-
-
-@dataclass(frozen=True, eq=False)
-class Interval:
-    """Where an output must lie: the reference's value and both ends, float64, same shape; low <= value <= high."""
-
-    value: FloatArray
-    low: FloatArray
-    high: FloatArray
-
-    def fraction(self, got: npt.NDArray[Any]) -> FloatArray:
-        """|got - value| over the bound, elementwise: inf for NaN and outside a bound of 0."""
-        wide = widen(got)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            arm = np.maximum(self.high - self.value, self.value - self.low)
-            error = np.abs(wide - self.value)
-            ratio = np.where(error == 0, 0.0, error / arm)
-            inside = (self.low <= wide) & (wide <= self.high)
-            ratio = np.where(inside, np.minimum(ratio, 1.0), np.where(ratio > 1, ratio, np.inf))
-        same = (wide == self.value) | (np.isnan(self.value) & np.isnan(wide))
-        return np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio))
-
-
-def _around(value: FloatArray, error: FloatArray) -> Interval:
-    """value +- error; an error that overflowed, or is unknown because something did, allows everything."""
-    reach = np.where(np.isnan(error) & ~np.isnan(value), np.inf, error * SLACK)
-    return Interval(value, value - reach, value + reach)
-
-
-def _rounded(x: Interval) -> Interval:
-    """The interval after a rounding to bf16."""
-    return Interval(*(widen(bf16(end)) for end in (x.value, x.low, x.high)))
-
-
-def exact(x: npt.NDArray[Any]) -> Interval:
-    """The interval of an output that must be this value: a copy, or a list that follows from its inputs."""
-    value = widen(x)
-    return Interval(value, value, value)
-
-
-def _times(x: Interval, low: FloatArray, high: FloatArray, value: FloatArray) -> Interval:
-    """x times a factor in [low, high]."""
-    ends = (x.low * low, x.low * high, x.high * low, x.high * high)
-    return Interval(x.value * value, np.minimum.reduce(ends), np.maximum.reduce(ends))
-
-
-def _widened(x: Interval, relative: float, absolute: FloatArray | float) -> Interval:
-    """x with further rounding errors on top."""
-    low = x.low - (np.abs(x.low) * relative + absolute) * SLACK
-    high = x.high + (np.abs(x.high) * relative + absolute) * SLACK
-    return Interval(x.value, low, high)
+from ..reference.prep import angles, split
+from ..reference.results import Bf16Array, KeyLists, Partials, chunk_count, require_chunks
+from .arithmetic import FP32, Arithmetic
+from .interval import SLACK, Interval, around, between, exact, joined, rounded, stored, times, widened
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +63,10 @@ def prep(
 
 
 def _normed(x: Interval, weight: npt.NDArray[np.float32], eps: float, arithmetic: Arithmetic) -> Interval:
-    """bf16(x * (1 / sqrt(mean(x * x) + eps)) * weight).
+    """x * (1 / sqrt(mean(x * x) + eps)) * weight, not yet rounded to bf16.
 
-    The mean of n squares errs by gamma(n + 1), all terms being positive; eps adds one rounding, its own fp32 value one
-    more; the root halves that and rounds; the reciprocal and two products round: gamma((n + 3) / 2 + 4).
+    A square of x passes h roundings to its sum, then the division by the width and the addition of eps; eps itself is
+    rounded to fp32. The root halves these and rounds, the reciprocal and two products round: gamma((h + 2) / 2 + 4).
     """
     n = x.value.shape[-1]
     ends = np.maximum(np.abs(x.low), np.abs(x.high))
@@ -156,33 +77,32 @@ def _normed(x: Interval, weight: npt.NDArray[np.float32], eps: float, arithmetic
         return result
 
     w = widen(weight)
-    scaled = _times(x, inverse(ends), inverse(nearest), inverse(np.abs(x.value)))
-    weighted = _times(scaled, w, w, w)
-    result = _rounded(_widened(weighted, arithmetic.gamma((n + 3) / 2 + 4), 4 * arithmetic.tiny * (1 + np.abs(w))))
-    return Interval(widen(norm(x.value, weight, eps)), result.low, result.high)
+    scaled = times(x, inverse(ends), inverse(nearest), inverse(np.abs(x.value)))
+    weighted = times(scaled, w, w, w)
+    depth = 1.0 + float(arithmetic.sum_depths(n, arithmetic.square_lanes).max())
+    relative = arithmetic.gamma((depth + 2) / 2 + 4) + (n + 2) * arithmetic.tiny / eps
+    return widened(weighted, relative, 4 * arithmetic.tiny * (1 + np.abs(w)))
 
 
 def _rotated(x: Interval, angle: npt.NDArray[np.float32], arithmetic: Arithmetic) -> Interval:
-    """bf16 of the rotation: each product errs by the turn's error and a rounding, the sum by one more."""
-    half = angle.shape[-1]
+    """bf16 of the rotation of bf16(x): each product errs by the turn's error and a rounding, the sum by one more."""
+    n, half, u = rounded(x), angle.shape[-1], arithmetic.unit
     cos, sin = np.cos(widen(angle))[:, None], np.sin(widen(angle))[:, None]
-    first = Interval(x.value[..., :half], x.low[..., :half], x.high[..., :half])
-    second = Interval(*(end[..., half : 2 * half] for end in (x.value, x.low, x.high)))
-    reach = np.maximum(np.abs(first.low), np.abs(first.high)) + np.maximum(np.abs(second.low), np.abs(second.high))
-    error = reach * (arithmetic.turn + arithmetic.gamma(3)) + 3 * arithmetic.tiny
+    first, second = n[..., :half], n[..., half : 2 * half]
 
     def combine(a: FloatArray, b: FloatArray) -> Interval:
-        one, two = _times(first, a, a, a), _times(second, b, b, b)
-        return _rounded(_widened(Interval(one.value + two.value, one.low + two.low, one.high + two.high), 0.0, error))
+        one, two = times(first, a, a, a), times(second, b, b, b)
+        size = _farthest(one) + _farthest(two)
+        error = size * (arithmetic.turn * (1 + u) + u) + 3 * arithmetic.tiny
+        total = between(one.value + two.value, one.low + two.low, one.high + two.high)
+        return stored(widened(total, u, error * (1 + u)))
 
-    upper, lower = combine(cos, -sin), combine(sin, cos)
-    turned = widen(rotate(bf16(x.value), angle))
-    rest = (x.low[..., 2 * half :], x.high[..., 2 * half :])
-    return Interval(
-        turned,
-        np.concatenate([upper.low, lower.low, rest[0]], axis=-1),
-        np.concatenate([upper.high, lower.high, rest[1]], axis=-1),
-    )
+    return joined([combine(cos, -sin), combine(sin, cos), stored(x[..., 2 * half :])])
+
+
+def _farthest(x: Interval) -> FloatArray:
+    """The largest magnitude that x may have."""
+    return np.maximum(np.abs(x.low), np.abs(x.high))
 
 
 def pool(
@@ -194,13 +114,13 @@ def pool(
     rope: Rope,
     arithmetic: Arithmetic = FP32,
 ) -> Interval:
-    """Bound of the pooled rows that a window completes: [blocks, 1, DI]."""
+    """Bound of the pooled rows that a window completes, [blocks, 1, DI]: the mean, then as in prep."""
     blocks = np.arange(pos0 // geometry.block, (pos0 + rows) // geometry.block, dtype=np.int64)
     first = blocks * geometry.block
     positions = first[:, None] + np.arange(geometry.block)
     raw = widen(cache.read("index_keys", positions.ravel())).reshape(len(blocks), geometry.block, 1, geometry.index_dim)
     error = arithmetic.gamma(geometry.block) * np.abs(raw).mean(axis=1) + arithmetic.tiny
-    mean = _rounded(_around(raw.mean(axis=1), error))
+    mean = rounded(around(raw.mean(axis=1), error))
     angle = angles(geometry, weights.inv_freq, first, rope)
     return _rotated(_normed(mean, weights.pool_scale, geometry.eps, arithmetic), angle, arithmetic)
 
@@ -208,17 +128,23 @@ def pool(
 def scores(geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int, arithmetic: Arithmetic = FP32) -> Interval:
     """Bound of the block scores, [R, blocks]; NaN where nothing is computed.
 
-    A dot product errs by gamma(DI) times its magnitudes; root, division and the sum over heads by gamma(IH + 2).
+    Each head's product lies within its error of the exact one, and max(., 0) brings both ends to 0. The sum over heads,
+    root and division are of numbers that are not negative: gamma(IH + 1).
     """
     value = reference_scores(geometry, cache, iq, pos0)
-    error = np.zeros_like(value)
+    low, high = value.copy(), value.copy()
+    width, heads = geometry.index_dim, geometry.index_heads
+    depth = arithmetic.gamma(arithmetic.product_depths(width, arithmetic.dot_lanes))
+    relative = arithmetic.gamma(heads + 1)
     for row in np.flatnonzero(~np.isnan(value[:, 0])):
         seen = np.flatnonzero(~np.isnan(value[row]))
-        pooled = widen(cache.read("pooled", seen))[:, 0]
-        size = (np.abs(widen(iq[row])) @ np.abs(pooled).T).sum(axis=0) / np.sqrt(geometry.index_dim)
-        relative = arithmetic.gamma(geometry.index_dim) + arithmetic.gamma(geometry.index_heads + 2)
-        error[row, seen] = relative * size + geometry.index_dim * geometry.index_heads * arithmetic.tiny
-    return _around(value, error)
+        pooled, query = widen(cache.read("pooled", seen))[:, 0].T, widen(iq[row])
+        dots = query @ pooled
+        error = ((np.abs(query) * depth) @ np.abs(pooled) + width * arithmetic.tiny) * SLACK
+        ends = (np.maximum(dots + side * error, 0.0).sum(axis=0) / np.sqrt(width) for side in (-1, 1))
+        low[row, seen], high[row, seen] = ends
+    inside = widened(between(value, low, high), relative, heads * arithmetic.tiny)
+    return Interval(value, np.maximum(inside.low, 0.0), inside.high, inside.reach)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,138 +159,240 @@ class PartialsBound:
 def chunks(
     geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, arithmetic: Arithmetic = FP32
 ) -> PartialsBound:
-    """Bounds of the partials.
+    """Bounds of the partials; a chunk without keys is exact."""
+    shape = (require_chunks(geometry, cache, q, lists), chunk_count(lists.nk), geometry.query_heads)
+    o, o_error = np.zeros((2, *shape, geometry.head_dim))
+    l, l_error = np.zeros((2, *shape))
+    m, low, high = np.full((3, *shape), -np.inf)
+    wide = widen(q).reshape(len(q), geometry.kv_heads, geometry.group, geometry.head_dim)
+    for chunk in range(shape[1]):
+        for rows, positions in runs(lists, chunk):
+            keys, values = widen(cache.read("keys", positions)), widen(cache.read("values", positions))
+            found = (*attend(wide[rows], keys, values), *_chunk(wide[rows], keys, values, arithmetic))
+            for array, part in zip((o, m, l, o_error, l_error, low, high), found, strict=True):
+                array[rows, chunk] = part.reshape(array[rows, chunk].shape)
+    return PartialsBound(o=around(o, o_error), m=between(m, low, high), l=around(l, l_error))
 
-    With e_k the error of score k, E the largest e_k of the chunk, m_t and m the running maximum at key k's tile and at
-    the end: p_k = exp(s_k - m_t) errs in its exponent by e_k + E + u |s_k - m_t|, the later rescaling by exp(m_t - m)
-    by 2 E + u |m_t - m|, and each exp by its own relative error, at most 8 of them in a chunk. bf16(p_k) is carried as
-    an interval. The sums over at most 512 keys and their FMAs err by gamma(n + 16).
+
+class _Scores(NamedTuple):
+    """Scores of some keys and their errors, each [R, KH, group, n]."""
+
+    s: FloatArray
+    error: FloatArray
+
+
+class _Chunk(NamedTuple):
+    """Errors of a chunk's partials, and where the maximum lies: o_error [R, KH, group, D], the rest [R, KH, group]."""
+
+    o_error: FloatArray
+    l_error: FloatArray
+    low: FloatArray
+    high: FloatArray
+
+
+def _scored(q: FloatArray, keys: FloatArray, scale: float, arithmetic: Arithmetic) -> _Scores:
+    """Scores of q [R, KH, group, D] over keys [n, KH, D].
+
+    A product passes its depth of roundings to the dot product; the scale's own fp32 value and the product with it err
+    by u each, and not at all where the scale is a power of two. A kernel that promises no order may scale the queries
+    or fold the base of its exp into the scale: two roundings more for every product.
     """
-    value = reference_chunks(geometry, cache, q, lists)
-    errors = Partials(*(np.zeros_like(x) for x in (value.o, value.m, value.l)))
-    for row in range(len(q)):
-        count = int(lists.nk[row])
-        positions = lists.ids[row, :count].astype(np.int64) if lists.sparse[row] else np.arange(count)
-        for chunk, start in enumerate(range(0, count, CHUNK)):
-            here = positions[start : start + CHUNK]
-            o, m, l = _chunk_errors(geometry, cache, q[row], here, arithmetic)
-            errors.o[row, chunk], errors.m[row, chunk], errors.l[row, chunk] = o, m, l
-    with np.errstate(invalid="ignore"):
-        return PartialsBound(
-            o=_around(value.o, errors.o), m=_settled(_around(value.m, errors.m)), l=_around(value.l, errors.l)
-        )
+    width, u = q.shape[-1], arithmetic.unit
+    columns = keys.transpose(1, 2, 0)
+    s = (q @ columns) * scale
+    any_way = arithmetic.dot_lanes is None
+    depth = arithmetic.product_depths(width, arithmetic.dot_lanes) + (2 if any_way else 0)
+    error = ((np.abs(q) * arithmetic.gamma(depth)) @ np.abs(columns)) * abs(scale)
+    last = 0.0 if any_way or abs(np.frexp(scale)[0]) == 0.5 else 2 * u + u * u
+    return _Scores(s, error + (np.abs(s) + error) * last + (width * abs(scale) + 1) * arithmetic.tiny)
 
 
-def _settled(x: Interval) -> Interval:
-    """An infinite value has no error."""
-    infinite = np.isinf(x.value)
-    return Interval(x.value, np.where(infinite, x.value, x.low), np.where(infinite, x.value, x.high))
+def _chunk(q: FloatArray, keys: FloatArray, values: FloatArray, arithmetic: Arithmetic) -> _Chunk:
+    """Errors of the partial of one chunk, q [R, KH, group, D] over keys, values [n, KH, D].
 
-
-def _chunk_errors(
-    geometry: Geometry, cache: LayerCache, q: Bf16Array, positions: npt.NDArray[np.int64], arithmetic: Arithmetic
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Errors of one row's partial: o [QH, D], m [QH], l [QH]."""
-    u = arithmetic.unit
-    keys = widen(cache.read("keys", positions)).transpose(1, 2, 0)
-    values = np.abs(widen(cache.read("values", positions))).transpose(1, 0, 2)
-    wide = widen(q).reshape(geometry.kv_heads, geometry.group, geometry.head_dim)
-    scale = geometry.head_dim**-0.5
-    s = (wide @ keys) * scale
-    size = (np.abs(wide) @ np.abs(keys)) * scale
-    e = arithmetic.gamma(geometry.head_dim + 2) * size + geometry.head_dim * arithmetic.tiny
-    top = e.max(axis=-1, keepdims=True)
-
-    n = len(positions)
+    Key k of tile t brings exp(s_k - m_t), rounded to bf16 for o, times exp(m_t - m) by the later rescalings. Its weight
+    for o lies between the bf16 roundings of both ends of exp(s_k - m_t); the rescalings err by what their maxima may,
+    by u times their exponents' sum and by eps for each that may not be exp(0). For l both factors are one,
+    exp(s_k - m), in whose exponent m_t cancels.
+    """
+    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
+    n = len(keys)
     starts = np.arange(0, n, TILE)
     sizes = np.diff(starts, append=n)
-    running = np.maximum.accumulate(np.maximum.reduceat(s, starts, axis=-1), axis=-1)
-    at_tile = np.repeat(running, sizes, axis=-1)
-    last = running[..., -1:]
+    scored = _scored(q, keys, q.shape[-1] ** -0.5, arithmetic)
+    s, e = scored.s, scored.error * SLACK
+    least, most = s - e, s + e
 
-    first = e + top + u * np.abs(s - at_tile) + arithmetic.exp
-    later = 2 * top + u * (last - at_tile) + len(starts) * arithmetic.exp
+    def running(x: FloatArray) -> FloatArray:
+        highest: FloatArray = np.maximum.accumulate(np.maximum.reduceat(x, starts, axis=-1), axis=-1)
+        return highest
+
+    low, middle, high = running(least), running(s), running(most)
+    end_low, end, end_high = low[..., -1:], middle[..., -1:], high[..., -1:]
+    rescalings = _rescalings(np.maximum.reduceat(most, starts, axis=-1), low)
+
+    def of_keys(x: FloatArray) -> FloatArray:
+        return np.repeat(x, sizes, axis=-1)
+
+    at_tile = of_keys(middle)
     p = np.exp(s - at_tile)
-    low = widen(bf16(np.maximum(p * np.exp(-first * SLACK) - arithmetic.exp_floor, 0.0)))
-    high = widen(bf16(p * np.exp(first * SLACK) + arithmetic.exp_floor))
-    taken = widen(bf16(p))
-    rescale = np.exp(at_tile - last)
-    grown = np.expm1(later * SLACK)
-    order = arithmetic.gamma(n + 16)
+    p_low = np.exp((least - of_keys(high)) * (1 + u)) * (1 - arithmetic.exp) - arithmetic.exp_floor
+    p_high = np.exp(np.minimum(most - of_keys(low), 0.0) * (1 - u)) * (1 + arithmetic.exp) + arithmetic.exp_floor
+    weight = widen(bf16(p))
+    stray = np.maximum(widen(bf16(p_high)) - weight, weight - widen(bf16(np.maximum(p_low, 0.0))))
 
-    stray = np.maximum(high - taken, taken - low)
-    weight_error = (stray * (1 + grown) * (1 + order) + taken * (grown + order * (1 + grown))) * rescale
-    o = weight_error @ values + n * (arithmetic.tiny + arithmetic.exp_floor * values.max(axis=1)[:, None, :])
-    l_error = p * (np.expm1((first + later) * SLACK) + order * 1.01) * rescale + 2 * arithmetic.exp_floor
-    heads = geometry.query_heads
-    return o.reshape(heads, -1), top.reshape(heads), l_error.sum(axis=-1).reshape(heads)
+    farthest, nearest = end_high - low, np.maximum(end_low - high, 0.0)
+    drop = end - middle
+    strayed = np.maximum(farthest - drop, drop - nearest) + u * farthest + rescalings * eps
+    grown = of_keys(np.where(rescalings == 0, 0.0, np.expm1(strayed)))
+    rescale = of_keys(np.exp(-drop))
+    flushed = of_keys(np.where(rescalings == 0, 0.0, arithmetic.exp_floor))
+
+    order = arithmetic.gamma(_value_depths(sizes, arithmetic))
+    moved = (stray * (1 + grown) * (1 + order) + weight * (grown + order * (1 + grown))) * rescale + flushed
+    o_error = moved @ np.abs(values).transpose(1, 0, 2) + 2 * (n + len(starts)) * arithmetic.tiny
+
+    exponent = e + np.maximum(end_high - end, end - end_low) + u * (end_high - least) + eps * (1 + of_keys(rescalings))
+    order = arithmetic.gamma(_weight_depths(sizes, arithmetic))
+    share = np.exp(s - end) * (np.expm1(exponent) * (1 + order) + order) + arithmetic.exp_floor + flushed
+    return _Chunk(o_error, share.sum(axis=-1), end_low[..., 0], end_high[..., 0])
+
+
+def _rescalings(tile_most: FloatArray, low: FloatArray) -> FloatArray:
+    """How many tiles after each may raise the running maximum: [..., tiles], from the most that each tile's scores may
+    be and the least that the running maximum may be.
+    """
+    may = np.zeros(low.shape)
+    may[..., 1:] = tile_most[..., 1:] > low[..., :-1]
+    after = np.cumsum(may[..., ::-1], axis=-1)[..., ::-1]
+    return np.concatenate([after[..., 1:], np.zeros_like(after[..., :1])], axis=-1)
+
+
+def _joins(parts: int, arithmetic: Arithmetic) -> FloatArray:
+    """Roundings of each part's sum as later parts are joined to it: the first joins nothing, so as the second."""
+    return arithmetic.join * (parts - np.maximum(np.arange(parts), 1.0))
+
+
+def _value_depths(sizes: npt.NDArray[np.int64], arithmetic: Arithmetic) -> FloatArray:
+    """Roundings of each key's product in a chunk: inside its tile, and as the later tiles are joined."""
+    inside = [arithmetic.product_depths(int(size), arithmetic.value_lanes) for size in sizes]
+    return _chunk_depths(inside, sizes, arithmetic, arithmetic.value_lanes)
+
+
+def _weight_depths(sizes: npt.NDArray[np.int64], arithmetic: Arithmetic) -> FloatArray:
+    """Roundings of each key's weight on the way to the normaliser; a short tile is summed like a whole one."""
+    whole = arithmetic.sum_depths(TILE, arithmetic.weight_lanes)
+    return _chunk_depths([whole[:size] for size in sizes], sizes, arithmetic, arithmetic.weight_lanes)
+
+
+def _chunk_depths(
+    inside: list[FloatArray], sizes: npt.NDArray[np.int64], arithmetic: Arithmetic, lanes: int | None
+) -> FloatArray:
+    if lanes is None:  # tiles are no part of the promise: any order over the chunk, and a product for each rescaling
+        n = int(sizes.sum())
+        return np.full(n, float(n + len(sizes)))
+    return np.concatenate([x + later for x, later in zip(inside, _joins(len(sizes), arithmetic), strict=True)])
 
 
 def merge(geometry: Geometry, partials: Partials, arithmetic: Arithmetic = FP32) -> Interval:
-    """Bound of the merged rows [R, QH, D], given the partials.
-
-    A chunk's share is scaled by exp(m_c - M) in at most `chunks` steps, whose exponents add up to M - m_c: each step
-    errs by exp's error and two roundings, the exponents by u (M - m_c).
-    """
-    given = Partials(*(widen(x) for x in (partials.o, partials.m, partials.l)))
-    zero = np.zeros_like(given.m)
-    return _merged(geometry, given, Partials(np.zeros_like(given.o), zero, zero), arithmetic)
+    """Bound of the merged rows [R, QH, D], given the partials."""
+    o, m, l = (exact(x) for x in (partials.o, partials.m, partials.l))
+    return stored(_merged(PartialsBound(o, m, l), arithmetic))
 
 
 def attention(geometry: Geometry, bound: PartialsBound, arithmetic: Arithmetic = FP32) -> Interval:
     """Bound of the whole attention row [R, QH, D], given that of its chunks."""
-    errors = Partials(*(_arm(x) for x in (bound.o, bound.m, bound.l)))
-    return _merged(geometry, Partials(bound.o.value, bound.m.value, bound.l.value), errors, arithmetic)
+    return stored(_merged(bound, arithmetic))
 
 
-def _arm(x: Interval) -> FloatArray:
-    """How far an output may stray; 0 from the identity's infinite maximum."""
-    return np.where(np.isinf(x.value), 0.0, x.high - np.where(np.isinf(x.value), 0.0, x.value))
+def _merged(part: PartialsBound, arithmetic: Arithmetic) -> Interval:
+    """Bound of o / l over merged partials that lie in their intervals; before the rounding to bf16, [R, QH, D].
 
-
-def _merged(geometry: Geometry, value: Partials, error: Partials, arithmetic: Arithmetic) -> Interval:
-    """Bound of merge(value) when the partials themselves err by `error`."""
-    live = value.l != 0
-    m = np.where(live, value.m, -np.inf)
-    top = m.max(axis=1, keepdims=True)
+    Chunk c is scaled by exp(m_c - m) in steps whose exponents add up. What errs in that factor, omega_c, errs alike for
+    o and l: with f = o / l it moves the quotient by omega_c (o_c - f l_c) / l only. The roundings of sums and products
+    are apart for both. The error of m itself is a factor of both and cancels.
+    """
+    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
+    live = part.l.value != 0
+    m, m_low, m_high = (np.where(live, x, -np.inf) for x in (part.m.value, part.m.low, part.m.high))
     with np.errstate(invalid="ignore"):  # broken partials may hold infinities; what follows from them is red
-        drop = np.where(live, np.where(live, top, 0.0) - np.where(live, m, 0.0), 0.0)
+        shift = np.where(live, np.maximum(m_high - m, m - m_low), 0.0)
+        drop = np.where(live, m.max(axis=1, keepdims=True) - m, 0.0)
+        drop_most = np.where(live, m_high.max(axis=1, keepdims=True) - m_low, 0.0)
+    steps = _merge_steps(m_low, m_high, live, arithmetic.join)
+    omega = np.expm1(shift + u * np.where(steps.scalings == 0, 0.0, drop_most) + steps.scalings * eps)
+    order = arithmetic.gamma(steps.depth)
     scale = np.where(live, np.exp(-drop), 0.0)
-    steps = value.m.shape[1]
-    exponent = arithmetic.unit * drop + steps * (arithmetic.exp + 2 * arithmetic.unit)
-    exponent = exponent + error.m + error.m.max(axis=1, keepdims=True)
-    grown = np.expm1(exponent * SLACK) + arithmetic.gamma(steps + 2)
-    floor = steps * (arithmetic.exp_floor + arithmetic.tiny)
+    slip = np.exp(shift.max(axis=1))  # the factor that cancels
+    flushed = np.where(steps.scalings == 0, 0.0, arithmetic.exp_floor * slip[:, None])
 
-    o = (np.where(live[..., None], value.o, 0.0) * scale[..., None]).sum(axis=1)
-    o_share = np.abs(value.o) * grown[..., None] + error.o * (1 + grown[..., None])
-    o_error = (np.where(live[..., None], o_share, 0.0) * scale[..., None]).sum(axis=1)
-    o_error = o_error + floor * (1 + np.abs(np.where(live[..., None], value.o, 0.0)).sum(axis=1))
-    l = (np.where(live, value.l, 0.0) * scale).sum(axis=1)
-    l_error = (np.where(live, value.l * grown + error.l * (1 + grown), 0.0) * scale).sum(axis=1)
-    l_error = l_error + floor * (1 + np.where(live, value.l, 0.0).sum(axis=1))
+    o, l = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.value), (live, part.l.value)))
+    o_stray, l_stray = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.reach), (live, part.l.reach)))
+    total = (l * scale).sum(axis=1)
+    empty = total == 0
+    safe = np.where(empty, 1.0, total)[..., None]
+    f = (o * scale[..., None]).sum(axis=1) / safe
 
-    empty = l == 0
-    l_safe = np.where(empty, 1.0, l)[..., None]
-    ratio = o / l_safe
-    least = np.where(empty, 1.0, l - l_error)[..., None]
+    def apart(x: FloatArray, stray: FloatArray, order: FloatArray, omega: FloatArray) -> FloatArray:
+        return (1 + omega) * (stray * (1 + order) + np.abs(x) * order)
+
+    tiny = 2 * arithmetic.tiny * slip * live.sum(axis=1)
+    l_apart = (apart(l, l_stray, order, omega) * scale + flushed * l).sum(axis=1) + tiny
+    l_error = l_apart + (omega * l * scale).sum(axis=1)
+    o_apart = apart(o, o_stray, order[..., None], omega[..., None]) * scale[..., None]
+    together = (omega * scale)[..., None] * np.abs(o - f[:, None] * l[..., None])
+    o_error = (o_apart + together + flushed[..., None] * np.abs(o)).sum(axis=1) + tiny[..., None]
+
+    least = np.where(empty, 1.0, total - l_error * SLACK)[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
-        quotient = np.where(least > 0, (o_error + np.abs(ratio) * l_error[..., None]) / least, np.inf)
-    spread = _around(ratio, np.where(empty[..., None], 0.0, quotient * (1 + arithmetic.unit)))
-    rounded = _rounded(_widened(spread, arithmetic.unit, 0.0))
-    return Interval(widen(reference_merge(geometry, value)), rounded.low, rounded.high)
+        error = np.where(least > 0, (o_error + np.abs(f) * l_apart[..., None]) / least, np.inf)
+        error = error * (1 + u) + np.abs(f) * u + arithmetic.tiny
+    return around(f, np.where(empty[..., None], 0.0, error))
+
+
+class _Steps(NamedTuple):
+    """What each chunk passes on its way through merge, [R, chunks, QH]: scalings that are not by exp(0), roundings."""
+
+    scalings: FloatArray
+    depth: FloatArray
+
+
+def _merge_steps(m_low: FloatArray, m_high: FloatArray, live: npt.NDArray[np.bool_], join: int) -> _Steps:
+    """Each chunk that is not empty joins those before it: the lower of both maxima is scaled by exp, the other by 1."""
+    before_low, before_high = (_before(x) for x in (m_low, m_high))
+    number = np.cumsum(live, axis=1) - 1.0
+    joins = live & (number > 0)
+    scaled = joins & (m_low < before_high)
+    rescaling = joins & (m_high > before_low)
+    later: IntArray = np.cumsum(rescaling[:, ::-1], axis=1)[:, ::-1] - rescaling
+    depth = scaled + join * (live.sum(axis=1, keepdims=True) - np.maximum(number, 1.0))
+    return _Steps(np.where(live, scaled + later, 0.0).astype(np.float64), np.where(live, depth, 0.0))
+
+
+def _before(x: FloatArray) -> FloatArray:
+    """The largest of the chunks before each, -inf before the first."""
+    highest = np.maximum.accumulate(x, axis=1)
+    return np.concatenate([np.full_like(x[:, :1], -np.inf), highest[:, :-1]], axis=1)
 
 
 def gate(geometry: Geometry, out: Bf16Array, projection: Bf16Array, arithmetic: Arithmetic = FP32) -> Interval:
-    """Bound of the gated rows [R, QH, D]: exp, the sum, the division and the product each err once."""
-    gates = widen(split(geometry, projection).gate)
+    """Bound of the gated rows [R, QH, D].
+
+    The sigmoid is a rising function of e = exp(-|gate|), or a falling one, and so lies between its values at both ends
+    of e; 1 + e, the division and the product with out round once each.
+    """
+    gates, wide = widen(split(geometry, projection).gate), widen(out)
     e = np.exp(-np.abs(gates))
-    sigmoid = np.where(gates < 0, e, 1.0) / (1.0 + e)
-    relative = 2 * arithmetic.exp + arithmetic.gamma(4)
-    product = widen(out) * sigmoid
-    error = np.abs(product) * relative + np.abs(widen(out)) * 2 * arithmetic.exp_floor + arithmetic.tiny
-    rounded = _rounded(_around(product, error))
-    return Interval(widen(reference_gate(geometry, out, projection)), rounded.low, rounded.high)
+    step = e * arithmetic.exp + arithmetic.exp_floor
+    ends = [_sigmoid(gates, x) for x in (np.maximum(e - step, 0.0), e + step)]
+    sigmoid = between(_sigmoid(gates, e), np.minimum(*ends), np.maximum(*ends))
+    product = times(sigmoid, wide, wide, wide)
+    return stored(widened(product, arithmetic.gamma(3), (np.abs(wide) + 1) * arithmetic.tiny))
+
+
+def _sigmoid(x: FloatArray, e: FloatArray) -> FloatArray:
+    """1 / (1 + exp(-x)) from e = exp(-|x|)."""
+    return np.where(x < 0, e, 1.0) / (1.0 + e)
 
 
 def plain_attention(
@@ -372,34 +400,42 @@ def plain_attention(
 ) -> Interval:
     """Bound of one row of `reference.attention`, [QH, D], before its result is rounded.
 
-    Weight k is exp(s_k - m), whatever m the kernel subtracts: it errs by e_k, the score's error, and by the roundings
-    of the difference and of exp; a running maximum rescales at most once per key. The shift m cancels between the
-    value product and the normaliser. Sums are taken to be in any order.
+    Weight k is exp(s_k - m), whatever m the kernel subtracts: it errs by e_k, by the roundings of the difference and of
+    exp, and by each later rescaling, at most one for each tile. The shift m is a factor of the value product and of the
+    normaliser, and cancels.
     """
     value = attention_of(q, keys, values, scale=scale)
     n, kv_heads = keys.shape[:2]
     if not n:
         return exact(value)
-    u = arithmetic.unit
-    grouped = q.reshape(kv_heads, -1, q.shape[-1])
-    s = np.einsum("hgd,nhd->hgn", grouped, keys) * scale
-    size = np.einsum("hgd,nhd->hgn", np.abs(grouped), np.abs(keys)) * abs(scale)
+    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
+    tiles = n if arithmetic.tile is None else -(-n // arithmetic.tile)
+    s, e = _scored(q.reshape(1, kv_heads, -1, q.shape[-1]), keys, scale, arithmetic)
+    s, e = s[0], e[0] * SLACK
     top = s.max(axis=-1, keepdims=True)
-    e = arithmetic.gamma(q.shape[-1] + 2) * size + q.shape[-1] * arithmetic.tiny
-    exponent = e + e.max(axis=-1, keepdims=True) + 2 * u * np.abs(s - top) + (n + 1) * (arithmetic.exp + u)
+    exponent = e + e.max(axis=-1, keepdims=True) + 2 * u * np.abs(s - top) + (tiles + 1) * (eps + u)
     p = np.exp(s - top)
-    weight = p * np.expm1(exponent * SLACK) + arithmetic.exp_floor
-    order = arithmetic.gamma(2 * n + 2)
-    rounded = weight * (1 + arithmetic.probability) + p * arithmetic.probability
-    o_error = np.einsum("hgn,nhd->hgd", rounded + (p + rounded) * order, np.abs(values))
+    weight = p * np.expm1(exponent) + arithmetic.exp_floor
+    taken = weight * (1 + arithmetic.probability) + p * arithmetic.probability
+    sums = arithmetic.gamma(_plain_depth(n, tiles, arithmetic.value_lanes, arithmetic))
+    o_error = np.einsum("hgn,nhd->hgd", taken + (p + taken) * sums, np.abs(values)) + (n + tiles) * arithmetic.tiny
     l = p.sum(axis=-1, keepdims=True)
-    l_error = (rounded + (p + rounded) * order).sum(axis=-1, keepdims=True)
+    sums = arithmetic.gamma(_plain_depth(n, tiles, arithmetic.weight_lanes, arithmetic))
+    l_error = (taken + (p + taken) * sums).sum(axis=-1, keepdims=True)
     ratio = value.reshape(o_error.shape)
     with np.errstate(divide="ignore", invalid="ignore"):
-        error = (o_error + np.abs(ratio) * l_error) / np.maximum(l - l_error, 0.0) * (1 + 4 * u)
-    return _around(value, (error + arithmetic.tiny).reshape(value.shape))
+        error = (o_error + np.abs(ratio) * l_error) / np.maximum(l - l_error * SLACK, 0.0) * (1 + u) + np.abs(ratio) * u
+    return around(value, (error + arithmetic.tiny).reshape(value.shape))
 
 
-def stored(x: Interval, unit: float, tiny: float) -> Interval:
-    """The interval after a rounding to a storage format: its unit roundoff, and half its least subnormal."""
-    return _widened(x, unit, tiny)
+def _plain_depth(n: int, tiles: int, lanes: int | None, arithmetic: Arithmetic) -> float:
+    """Roundings that a key's product may pass: inside its tile, and as later tiles are joined."""
+    if lanes is None or arithmetic.tile is None:
+        return float(n + tiles)
+    inside = arithmetic.product_depths(min(n, arithmetic.tile), lanes)
+    return float(inside.max()) + 2 * tiles
+
+
+def stored_as(x: Interval, unit: float, tiny: float) -> Interval:
+    """x as an output of a storage format: its unit roundoff, and half its least subnormal."""
+    return widened(x, unit, tiny)

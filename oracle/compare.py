@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..reference.layout import LayerCache
-from .bounds import Interval
+from ..reference.layout import BF16, LayerCache
+from ..reference.numerics import bf16
+from .interval import Interval
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,7 +110,7 @@ def compare_bound(
         return worst, None
     index = np.unravel_index(int(fraction.argmax()), fraction.shape)
     allowed = f"allowed is {bound.low[index]:.9g} to {bound.high[index]:.9g}"
-    want = bound.value.astype(got.dtype)
+    want = bf16(bound.value) if got.dtype == BF16 else bound.value.astype(got.dtype)
     only = np.zeros(fraction.shape, bool)
     only[index] = True
     found = _difference(tensor, got, want, only, axes, site, allowed, int((fraction > 1).sum()))

@@ -17,11 +17,12 @@ import numpy.typing as npt
 from ..fast import CompileError, LaunchError, default_engine
 from ..reference.geometry import Geometry
 from ..reference.layout import LayerCache, Layout
-from .bounds import Interval
+from .arithmetic import arithmetic_of
 from .cases import CHECK_LAYERS, Case, CaseData, StreamCase, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
 from .diagnosis_window import READERS, diagnose_rows
+from .interval import Interval
 from .memory import FastKernels, changed
 from .operations import AHEAD, AXES, OPERATIONS, Answers, Array, Call, Operation, Outputs, calls_of, store
 from .report import Failure, Report
@@ -159,7 +160,7 @@ def check_example(example: Example, variants: Sequence[Variant], report: Report)
     example's filler.
     """
     data = with_pooled(fill(example.geometry, example.case, seed=example.seed))
-    calls, kept = calls_of(data), _kept(data)
+    calls, kept = calls_of(data, arithmetic_of(variants[0].kernels)), _kept(data)
     space = Workspace()
 
     def run(where: str) -> _Run:
@@ -190,7 +191,7 @@ def _check_case(
     plan: Plan, case: Case, variants: Sequence[Variant], report: Report, progress: Callable[[str], None]
 ) -> None:
     data = with_pooled(fill(plan.geometry, case, seed=plan.seed))
-    calls, kept = calls_of(data), _kept(data)
+    calls, kept = calls_of(data, arithmetic_of(variants[0].kernels)), _kept(data)
 
     def run(where: str, page: int | None) -> _Run:
         pages = "" if page is None else f"page {page}, "

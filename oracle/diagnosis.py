@@ -12,8 +12,8 @@ from itertools import islice
 
 import numpy as np
 
+from .arithmetic import Arithmetic
 from .attention import Array, AttentionCase, Part
-from .bounds import Arithmetic
 
 MOST = 20_000
 """Substitutions tried at most."""

@@ -19,11 +19,11 @@ from ..reference.geometry import CHUNK, Geometry, Rope, Weights
 from ..reference.layout import BF16, PARTS, LayerCache, Layout
 from ..reference.results import complete_blocks, score_blocks
 from . import bounds
-from .bounds import Interval
 from .compare import Site, compare_bits, compare_bound
 from .fixture_set import DTYPES, MANIFEST, File, open_set
 from .fixture_tensors import KNOWN, SAME, TENSORS, WANTED
 from .fixtures import LAYER, metadata_of, outward
+from .interval import Interval
 from .operations import AXES, Array, Call, Kernels, Operation, Results, close_scores, store
 from .peer import FixtureError
 

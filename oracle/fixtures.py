@@ -20,11 +20,11 @@ from threadpoolctl import threadpool_limits
 from ..reference.geometry import CHUNK, TILE, Geometry, Weights
 from ..reference.layout import BF16, PARTS, LayerCache, Layout
 from ..reference.numerics import bf16, widen
-from .bounds import Interval
 from .cases import CHECK_LAYERS, Case, CaseData, fill
 from .compare import Site, compare_bits, compare_bound
 from .fixture_set import DTYPES, FORMAT, VERSION, File, write_set
 from .fixture_tensors import KNOWN, TENSORS, WANTED
+from .interval import Interval
 from .memory import changed
 from .operations import AXES, Answers, Array, Call, Kernels, calls_of, close_scores, store
 from .peer import FixtureError

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from .arithmetic import FP32, Arithmetic
 from .attention import Array, AttentionCase
 from .attention_controls import effective_control
-from .bounds import FP32, Arithmetic
 from .compare import Site, compare_bits, compare_bound
 from .diagnosis import diagnose
 from .report import write_json

@@ -13,6 +13,7 @@ from ..fast import Backend, Engine, KernelSources
 from ..reference.geometry import Geometry, Rope, Weights
 from ..reference.layout import PARTS, LayerCache
 from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
+from .arithmetic import OURS
 from .compare import bits
 from .fenced import fenced
 from .scene import Scene
@@ -82,6 +83,8 @@ class GuardedEngine(Engine):
 
 class FastKernels:
     """The functions of `kvproof.fast` on one engine, as `operations.Kernels`."""
+
+    arithmetic = OURS
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

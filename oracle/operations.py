@@ -19,8 +19,9 @@ from ..reference.layout import LayerCache, Part
 from ..reference.prep import split
 from ..reference.results import Bf16Array, KeyLists, Partials, Prepared, score_blocks
 from . import bounds
-from .bounds import Interval
+from .arithmetic import FP32, Arithmetic
 from .cases import CaseData
+from .interval import Interval, exact
 
 Array = npt.NDArray[Any]
 Results = Mapping[str, Array]
@@ -74,6 +75,7 @@ class Call:
         projection: bf16 [rows, projection_width].
         dense_rows: last rows that the dense operation attends over the whole stream.
         dense_extra: keys that it reads past its own length; 0 but in a control.
+        arithmetic: what the kernels under test promise, and the bounds are for.
     """
 
     geometry: Geometry
@@ -84,6 +86,7 @@ class Call:
     rope: Rope
     dense_rows: int
     dense_extra: int = 0
+    arithmetic: Arithmetic = FP32
 
     @property
     def rows(self) -> int:
@@ -106,8 +109,8 @@ Run = Callable[[Kernels, Call, Results, LayerCache, LayerCache], Outputs]
 Bound = Callable[[Call, Results, LayerCache], dict[str, Interval]]
 
 
-def calls_of(data: CaseData) -> tuple[Call, ...]:
-    """The windows of a case, one for each stream."""
+def calls_of(data: CaseData, arithmetic: Arithmetic = FP32) -> tuple[Call, ...]:
+    """The windows of a case, one for each stream, for kernels of this arithmetic."""
     return tuple(
         Call(
             geometry=data.geometry,
@@ -117,6 +120,7 @@ def calls_of(data: CaseData) -> tuple[Call, ...]:
             projection=stream.projection,
             rope=stream.rope,
             dense_rows=min(data.case.dense_rows, stream.case.rows),
+            arithmetic=arithmetic,
         )
         for number, stream in enumerate(data.streams)
     )
@@ -177,14 +181,14 @@ def _prep(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view:
 
 
 def _prep_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
-    bound = bounds.prep(call.geometry, call.weights, call.projection, call.pos0, call.rope)
+    bound = bounds.prep(call.geometry, call.weights, call.projection, call.pos0, call.rope, call.arithmetic)
     fields = split(call.geometry, call.projection)
     return {
         "prep.q": bound.q,
         "prep.iq": bound.iq,
         "prep.keys": bound.keys,
-        "prep.values": bounds.exact(fields.v),
-        "prep.index_keys": bounds.exact(fields.ik),
+        "prep.values": exact(fields.v),
+        "prep.index_keys": exact(fields.ik),
     }
 
 
@@ -194,7 +198,9 @@ def _pool(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view:
 
 
 def _pool_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
-    return {"pool.pooled": bounds.pool(call.geometry, call.weights, cache, call.pos0, call.rows, call.rope)}
+    return {
+        "pool.pooled": bounds.pool(call.geometry, call.weights, cache, call.pos0, call.rows, call.rope, call.arithmetic)
+    }
 
 
 def _scores(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
@@ -203,7 +209,7 @@ def _scores(kernels: Kernels, call: Call, given: Results, cache: LayerCache, vie
 
 
 def _scores_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
-    return {"scores.scores": bounds.scores(call.geometry, cache, given["prep.iq"], call.pos0)}
+    return {"scores.scores": bounds.scores(call.geometry, cache, given["prep.iq"], call.pos0, call.arithmetic)}
 
 
 def _select(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
@@ -217,7 +223,7 @@ def _select(kernels: Kernels, call: Call, given: Results, cache: LayerCache, vie
 
 def _select_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
     lists = reference.select(call.geometry, given["scores.scores"], call.pos0)
-    return {f"select.{name}": bounds.exact(getattr(lists, name)) for name in ("ids", "nk", "sparse")}
+    return {f"select.{name}": exact(getattr(lists, name)) for name in ("ids", "nk", "sparse")}
 
 
 def lists_of(given: Results) -> KeyLists:
@@ -243,7 +249,8 @@ def _chunks(kernels: Kernels, call: Call, given: Results, cache: LayerCache, vie
 
 
 def _chunks_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
-    return _chunk_bounds("chunks", bounds.chunks(call.geometry, cache, given["prep.q"], lists_of(given)))
+    bound = bounds.chunks(call.geometry, cache, given["prep.q"], lists_of(given), call.arithmetic)
+    return _chunk_bounds("chunks", bound)
 
 
 def _chunks_ahead(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
@@ -253,7 +260,7 @@ def _chunks_ahead(kernels: Kernels, call: Call, given: Results, cache: LayerCach
 
 def _chunks_ahead_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
     """The same sums as chunks, to the bit."""
-    return {f"chunks_ahead.{name}": bounds.exact(given[f"chunks.{name}"]) for name in ("o", "m", "l")}
+    return {f"chunks_ahead.{name}": exact(given[f"chunks.{name}"]) for name in ("o", "m", "l")}
 
 
 def _merge(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
@@ -261,7 +268,7 @@ def _merge(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view
 
 
 def _merge_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
-    return {"merge.out": bounds.merge(call.geometry, partials_of(given))}
+    return {"merge.out": bounds.merge(call.geometry, partials_of(given), call.arithmetic)}
 
 
 def _gate(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view: LayerCache) -> Outputs:
@@ -269,7 +276,7 @@ def _gate(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view:
 
 
 def _gate_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
-    return {"gate.gated": bounds.gate(call.geometry, given["merge.out"], call.projection)}
+    return {"gate.gated": bounds.gate(call.geometry, given["merge.out"], call.projection, call.arithmetic)}
 
 
 def _dense_call(call: Call, given: Results) -> tuple[Bf16Array, KeyLists]:
@@ -291,7 +298,7 @@ def _dense_ahead(kernels: Kernels, call: Call, given: Results, cache: LayerCache
 
 def _dense_ahead_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
     """The same sums as dense, to the bit."""
-    return {f"dense_ahead.{name}": bounds.exact(given[f"dense.{name}"]) for name in ("o", "m", "l")}
+    return {f"dense_ahead.{name}": exact(given[f"dense.{name}"]) for name in ("o", "m", "l")}
 
 
 def close_scores(call: Call) -> Array:
@@ -313,13 +320,13 @@ def _close(kernels: Kernels, call: Call, given: Results, cache: LayerCache, view
 
 def _close_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
     lists = reference.select(call.geometry, close_scores(call), call.pos0)
-    return {f"select_close.{name}": bounds.exact(getattr(lists, name)) for name in ("ids", "nk", "sparse")}
+    return {f"select_close.{name}": exact(getattr(lists, name)) for name in ("ids", "nk", "sparse")}
 
 
 def _dense_bound(call: Call, given: Results, cache: LayerCache) -> dict[str, Interval]:
     q, lists = _dense_call(call, given)
-    bound = bounds.chunks(call.geometry, cache, q, lists)
-    return {**_chunk_bounds("dense", bound), "dense.out": bounds.attention(call.geometry, bound)}
+    bound = bounds.chunks(call.geometry, cache, q, lists, call.arithmetic)
+    return {**_chunk_bounds("dense", bound), "dense.out": bounds.attention(call.geometry, bound, call.arithmetic)}
 
 
 AHEAD = {"chunks_ahead": "chunks", "dense_ahead": "dense"}
@@ -366,7 +373,7 @@ class Answers:
         one, results = one_row(self.call, self.results, row)
         nk = int(self.results["select.nk"][row])
         intervals = {
-            name: Interval(*(row_of(self.call, name, end, row, one, nk=nk) for end in (x.value, x.low, x.high)))
+            name: x.map(lambda array, name=name: row_of(self.call, name, array, row, one, nk=nk))  # type: ignore[misc]
             for name, x in self.intervals.items()
             if name in results
         }

@@ -8,7 +8,7 @@ it, and the distance between the two, whose bound is the whole interval. fixture
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from ..reference.geometry import CHUNK, Geometry, Rope, Weights
 from ..reference.layout import LayerCache, Layout, Part
 from ..reference.numerics import widen
 from ..reference.results import chunk_count, complete_blocks, score_blocks
-from .bounds import Interval
+from .arithmetic import arithmetic_of
 from .compare import Site, compare_bound
+from .interval import Interval, exact
 from .operations import AXES, OPERATIONS, Array, Call, Kernels, Results, store
 
 PAGE_BLOCKS = 4
@@ -164,9 +165,10 @@ def _verify_file(file: PeerFile, kernels: Kernels) -> Iterator[Verdict]:
             if not known:
                 continue
             bound = operation.bound(file.call, given, cache)
+            own = operation.bound(replace(file.call, arithmetic=arithmetic_of(kernels)), given, cache)
             got = operation.run(kernels, file.call, given, cache, cache)
             for name in known:
-                yield _verdict(file, form, name, got[name], given[name], bound[name], cache)
+                yield _verdict(file, form, name, got[name], given[name], bound[name], own[name], cache)
             store(cache, file.call, operation, given)
 
 
@@ -221,14 +223,14 @@ def _identities(given: Results) -> dict[str, Array]:
 
 
 def _verdict(
-    file: PeerFile, form: str, name: str, got: Array, theirs: Array, bound: Interval, cache: LayerCache
+    file: PeerFile, form: str, name: str, got: Array, theirs: Array, bound: Interval, own: Interval, cache: LayerCache
 ) -> Verdict:
     judged = _judged(file, name, got.shape)
     theirs = np.where(judged, theirs, got)
-    bound = Interval(*(np.where(judged, end, widen(got)) for end in (bound.value, bound.low, bound.high)))
+    bound, own = (_where(judged, x, got) for x in (bound, own))
     site = Site(stream=0, pos0=file.call.pos0, cache=cache)
     peer, peer_broken = compare_bound(f"{_NAMES[name]} of the file", theirs, bound, AXES[name], site)
-    ours, ours_broken = compare_bound(_NAMES[name], got, bound, AXES[name], site)
+    ours, ours_broken = compare_bound(_NAMES[name], got, own, AXES[name], site)
     with np.errstate(invalid="ignore", divide="ignore"):
         distance = np.abs(widen(got) - widen(theirs))
         apart = np.where(distance > 0, distance / (bound.high - bound.low), 0.0)
@@ -242,6 +244,12 @@ def _verdict(
         apart=float(apart.max(initial=0.0)),
         message=None if broken is None else str(broken),
     )
+
+
+def _where(judged: npt.NDArray[np.bool_], bound: Interval, got: Array) -> Interval:
+    """The bound where an element is judged, and what was got, exact, elsewhere."""
+    kept = exact(got)
+    return Interval(*(np.where(judged, getattr(bound, f.name), getattr(kept, f.name)) for f in fields(Interval)))
 
 
 def _judged(file: PeerFile, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from ..reference.geometry import TILE, TINY, Geometry
 from ..reference.layout import KV_STYLES, KvStyle
 from . import judge as judging
+from .arithmetic import FP32, Arithmetic
 from .attention import DTYPES, FILLS, PROFILES, AttentionCase, DType, Fill, Profile
 from .attention_controls import AttentionControl, applicable_controls, is_effective
-from .bounds import FP32, Arithmetic
 from .cases import PROFILES as CASE_PROFILES
 from .cases import StreamCase, at_check
 from .compare import Site, compare_bits

@@ -39,16 +39,16 @@ def chunks(geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists)
     partials = Partials(o=np.zeros((*shape, geometry.head_dim)), m=np.full(shape, -np.inf), l=np.zeros(shape))
     wide = widen(q).reshape(rows, geometry.kv_heads, geometry.group, geometry.head_dim)
     for chunk in range(shape[1]):
-        for group, positions in _runs(lists, chunk):
+        for group, positions in runs(lists, chunk):
             keys, values = widen(cache.read("keys", positions)), widen(cache.read("values", positions))
-            o, m, total = _attend(wide[group], keys, values)
+            o, m, total = attend(wide[group], keys, values)
             partials.o[group, chunk] = o.reshape(len(group), *shape[2:], geometry.head_dim)
             partials.m[group, chunk] = m.reshape(len(group), *shape[2:])
             partials.l[group, chunk] = total.reshape(len(group), *shape[2:])
     return partials
 
 
-def _runs(lists: KeyLists, chunk: int) -> Iterator[tuple[IntArray, IntArray]]:
+def runs(lists: KeyLists, chunk: int) -> Iterator[tuple[IntArray, IntArray]]:
     """Rows and the positions they read in this chunk of their lists; dense rows with equal positions come together."""
     count = np.clip(lists.nk - chunk * CHUNK, 0, CHUNK)
     dense = lists.sparse == 0
@@ -58,7 +58,7 @@ def _runs(lists: KeyLists, chunk: int) -> Iterator[tuple[IntArray, IntArray]]:
         yield np.array([row]), lists.ids[row, chunk * CHUNK :][: count[row]].astype(np.int64)
 
 
-def _attend(q: FloatArray, keys: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def attend(q: FloatArray, keys: FloatArray, values: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """One chunk: q [R, KH, group, D] over keys, values [n, KH, D]; o [R, KH, group, D], m and l [R, KH, group]."""
     s = (q[:, None] @ _tiles(keys).transpose(0, 2, 3, 1)) * q.shape[-1] ** -0.5
     s[:, -1, ..., (len(keys) - 1) % TILE + 1 :] = -np.inf

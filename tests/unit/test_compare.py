@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kvproof.oracle.bounds import Interval
 from kvproof.oracle.compare import Site, compare_bits, compare_bound
+from kvproof.oracle.interval import Interval
 from kvproof.reference import TINY, LayerCache, Layout
 from kvproof.reference.layout import BF16
 
@@ -65,7 +65,7 @@ def test_shapes_and_dtypes_must_agree():
 
 def test_a_bound_is_told_with_what_it_allows():
     value = np.zeros((1, 1, 2))
-    bound = Interval(value, value - 1.0, value + 2.0)
+    bound = Interval(value, value - 1.0, value + 2.0, np.full(value.shape, 2.0))
     got = np.array([[[1.0, -1.5]]], np.float32)
     worst, found = compare_bound("merge.out", got, bound, AXES, site())
     assert worst == np.inf or worst > 1
@@ -76,7 +76,7 @@ def test_a_bound_is_told_with_what_it_allows():
 def test_nan_is_outside_every_bound():
     value = np.zeros((1, 1, 1))
     worst, found = compare_bound(
-        "merge.out", np.float32([[[np.nan]]]), Interval(value, value - 1, value + 1), AXES, site()
+        "merge.out", np.float32([[[np.nan]]]), Interval(value, value - 1, value + 1, value + 1), AXES, site()
     )
     assert worst == np.inf
     assert found is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kvproof.fast import HostBackend, KernelSources
+from kvproof.oracle.arithmetic import FP32
 from kvproof.oracle.attention import AttentionCase
-from kvproof.oracle.bounds import FP32
 from kvproof.oracle.cases import StreamCase, at_check
 from kvproof.oracle.contract import Example, check_example
 from kvproof.oracle.diagnosis import diagnose

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvproof.oracle import cli, fixture_set
-from kvproof.oracle.bounds import Interval
 from kvproof.oracle.cases import QUICK, at_check, cases
 from kvproof.oracle.fixture_set import MANIFEST, File, holds_set, open_set, pack
 from kvproof.oracle.fixture_tensors import SAME, TENSORS, WANTED
 from kvproof.oracle.fixture_verify import verify_set
 from kvproof.oracle.fixtures import Recipe, outward, write
+from kvproof.oracle.interval import exact
 from kvproof.oracle.memory import FastKernels
 from kvproof.oracle.operations import AXES
 from kvproof.oracle.peer import FixtureError
@@ -174,7 +174,7 @@ def test_bounds_are_rounded_outward_by_less_than_one_step(dtype):
     rng = np.random.default_rng(0)
     x = rng.standard_normal(4000) * 2.0 ** rng.integers(-30, 30, 4000)
     x[:4] = np.inf, -np.inf, np.nan, -0.0
-    low, high = outward(Interval(x, x, x), dtype)
+    low, high = outward(exact(x), dtype)
     assert low.dtype == high.dtype == dtype
     assert str(low[0]) == "inf"
     assert str(high[1]) == "-inf"

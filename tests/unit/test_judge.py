@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from kvproof.oracle import strategies as kv
+from kvproof.oracle.arithmetic import FP32, Arithmetic
 from kvproof.oracle.attention import AttentionCase
 from kvproof.oracle.attention_controls import CONTROLS, effective_control, is_effective
-from kvproof.oracle.bounds import FP32, Arithmetic
 from kvproof.oracle.judge import ContractError, judge, load_failure
 from kvproof.reference import KV_STYLES
 from numpy_kernel import attend
