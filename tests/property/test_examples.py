@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given, settings
 from kvproof import fast
 from kvproof.oracle import strategies as kv
+from kvproof.oracle.cases import StreamCase, at_check
+from kvproof.oracle.contract import Example
+from kvproof.oracle.judge import ContractError
 from kvproof.oracle.variants import host_variants
+from kvproof.reference import TINY
 from streams import ODD
 
 
@@ -42,6 +46,20 @@ def test_what_is_not_implemented_is_not_judged(example):
     ours = {"prep", "pool", "scores", "select", "select_close", "chunks_ahead", "dense_ahead", "gate"}
     assert report.not_judged == ours
     assert {kernel for _, kernel in report.counts} == {"chunks", "merge", "dense"}
+
+
+class Boastful(OnlyAttention):
+    """The same, but it claims that nothing errs."""
+
+    arithmetic = kv.Arithmetic(unit=0.0, tiny=0.0, exp=0.0, exp_floor=0.0)
+
+
+def test_kernels_are_judged_by_the_arithmetic_that_they_declare():
+    stream = StreamCase(cached=70, rows=2)
+    example = Example(geometry=at_check(TINY), streams=(stream,), page_size=16, order=tuple(range(6)))
+    assert kv.check(OnlyAttention(), example).green
+    with pytest.raises(ContractError, match=r"bound chunks: .*allowed is"):
+        kv.check(Boastful(), example)
 
 
 def test_kernels_without_any_function_are_refused():
