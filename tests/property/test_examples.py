@@ -54,7 +54,8 @@ class Boastful(OnlyAttention):
     arithmetic = kv.Arithmetic(unit=0.0, tiny=0.0, exp=0.0, exp_floor=0.0)
 
 
-def test_kernels_are_judged_by_the_arithmetic_that_they_declare():
+def test_kernels_are_judged_by_the_arithmetic_that_they_declare(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVPROOF_FAILURES", str(tmp_path))
     stream = StreamCase(cached=70, rows=2)
     example = Example(geometry=at_check(TINY), streams=(stream,), page_size=16, order=tuple(range(6)))
     assert kv.check(OnlyAttention(), example).green
