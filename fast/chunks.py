@@ -20,18 +20,18 @@ def chunks(
     Raises:
         LaunchError: the kernel failed.
     """
-    return _launch("fn_attn_chunks", 1, geometry, cache, q, lists, engine or default_engine())
+    return _launch("fn_attn_chunks", geometry, cache, q, lists, engine or default_engine())
 
 
 def chunks_ahead(
     geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, *, engine: Engine | None = None
 ) -> Partials:
     """`chunks` by the kernel that loads the next tile while one is summed: the same bits."""
-    return _launch("fn_attn_chunks_ahead", 2, geometry, cache, q, lists, engine or default_engine())
+    return _launch("fn_attn_chunks_ahead", geometry, cache, q, lists, engine or default_engine())
 
 
 def _launch(
-    entry: str, buffers: int, geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, engine: Engine
+    entry: str, geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, engine: Engine
 ) -> Partials:
     rows = require_chunks(geometry, cache, q, lists)
     shape = (rows, chunk_count(lists.nk), geometry.query_heads)
@@ -59,6 +59,6 @@ def _launch(
             Pointer(partials.l),
             int32(shape[1]),
         ],
-        shared=staged_bytes(geometry, buffers),
+        shared=staged_bytes(geometry),
     )
     return partials

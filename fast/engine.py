@@ -18,7 +18,7 @@ from .sources import FAMILIES, KernelSources
 
 HOST_THREADS = 16
 """Threads of a block on a CPU: one fiber does more before the next takes over."""
-GPU_THREADS = 128
+GPU_THREADS = 192
 
 
 class Pages(ctypes.Structure):

@@ -72,9 +72,9 @@ def defines(geometry: Geometry, threads: int) -> dict[str, int | str | None]:
     }
 
 
-def staged_bytes(geometry: Geometry, buffers: int) -> int:
-    """Bytes of key tiles in shared memory: rows padded by 16 bytes, as cuda/tile.cuh lays them out."""
-    return buffers * TILE * (geometry.head_dim + 8) * 2
+def staged_bytes(geometry: Geometry) -> int:
+    """Bytes of a tile of keys in shared memory: rows padded by 16 bytes, as cuda/tile.cuh lays them out."""
+    return TILE * (geometry.head_dim + 8) * 2
 
 
 def _fp32(x: float) -> str:

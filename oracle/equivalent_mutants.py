@@ -81,6 +81,13 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
             "*",
             0,
         ),
+        (
+            "scores.cu",
+            "constexpr int width = KVP_INDEX_DIM, stride = staged_stride(width), rows_at_once = KVP_HOST_OR(2, 1);",
+            "1",
+            "2",
+            0,
+        ),
         ("chunks.cu", "KVP_UNROLL for (int n = 0; n < value_items; ++n) {", "<", "<=", 0),
         ("chunks.cu", "KVP_UNROLL for (int n = 0; n < value_items; ++n) {", "<", "<=", 1),
     ),

@@ -329,9 +329,9 @@ CATALOGUE: tuple[Fault, ...] = (
             Edit(
                 what="and sum its values",
                 file="chunks.cu",
-                old="      for (int k = 0; k < here; ++k) {",
-                new="      const int loaded = list ? here : (here + KVP_BLOCK - 1) / KVP_BLOCK * KVP_BLOCK;\n"
-                "      for (int k = 0; k < loaded; ++k) {",
+                old="    sum_tile(s, values, s.key_at[tile & 1], here, o);",
+                new="    const int loaded = list ? here : (here + KVP_BLOCK - 1) / KVP_BLOCK * KVP_BLOCK;\n"
+                "    sum_tile(s, values, s.key_at[tile & 1], loaded, o);",
             ),
         ),
         shown_by="poisoned rows past a stream's end, in its last page",
@@ -426,8 +426,8 @@ CATALOGUE: tuple[Fault, ...] = (
             Edit(
                 what="store m / ln 2",
                 file="chunks.cu",
-                old="    out_m[h] = highest[tiles_here & 1][h];",
-                new="    out_m[h] = highest[tiles_here & 1][h] * 1.44269502f;",
+                old="    out_m[h] = s.highest[tiles_here & 1][h];",
+                new="    out_m[h] = s.highest[tiles_here & 1][h] * 1.44269502f;",
             ),
         ),
         shown_by="any row: the partials have bounds of their own",
@@ -557,16 +557,16 @@ CATALOGUE: tuple[Fault, ...] = (
                 new="      if (k >= count && (list || !a.pages.table)) continue;\n"
                 "      if (k >= count) {\n"
                 "        const int n = a.pages.positions, behind = (first + count + n - 1) / n * n;\n"
-                "        key_at[tile & 3][i] = key_row(a.pages, behind + (first + k) % n);\n"
+                "        s.key_at[tile & 1][i] = key_row(a.pages, behind + (first + k) % n);\n"
                 "        continue;\n"
                 "      }",
             ),
             Edit(
                 what="whole tiles of values",
                 file="chunks.cu",
-                old="      for (int k = 0; k < here; ++k) {",
-                new="      const int loaded = list || !a.pages.table ? here : KVP_TILE;\n"
-                "      for (int k = 0; k < loaded; ++k) {",
+                old="    sum_tile(s, values, s.key_at[tile & 1], here, o);",
+                new="    const int loaded = list || !a.pages.table ? here : KVP_TILE;\n"
+                "    sum_tile(s, values, s.key_at[tile & 1], loaded, o);",
             ),
         ),
         shown_by="tables whose padding names a page that holds poison: of a neighbour that ends inside it",

@@ -76,7 +76,12 @@ _NOT_BUILT = (
     "#if defined(__clang__)",
     "#if 0",
 )
-_DECLARES_ARRAY = re.compile(r"\s*(?:__shared__\b.*|(?:Lanes|float|bf16|int) \w+(?:\[[^\]]*\])+;)$")
+_SIZES = r"(?:\[[^\]]*\])+"
+_DECLARES_ARRAY = re.compile(
+    r"\s*(?:__shared__\b.*"
+    rf"|using \w+ = \w+{_SIZES};"
+    rf"|(?:__align__\(16\) )?(?:Lanes|float|bf16|int|long long|Query) \w+{_SIZES}(?:, \w+{_SIZES})*;)$"
+)
 
 _BINARY = re.compile(r"(?<=[\w)\]] )(<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>&|^])(?= [\w(!~*&-])")
 _ASSIGNING = re.compile(r"(?<= )(\+=|-=)(?= )|\+\+|--")

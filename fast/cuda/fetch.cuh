@@ -6,7 +6,7 @@
 #define KVP_ASYNC_COPY 1
 #endif
 
-// Like stage_rows, as one group of copies that fetch_wait waits for.
+// Like stage_rows, as copies that fetch_wait waits for.
 template <int WIDTH>
 __device__ __forceinline__ void fetch_rows(bf16* to, const bf16* from, const long long* at, int count) {
 #ifdef KVP_ASYNC_COPY
@@ -16,19 +16,14 @@ __device__ __forceinline__ void fetch_rows(bf16* to, const bf16* from, const lon
     unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(to + row * staged_stride(WIDTH) + column));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(from + at[row] + column) : "memory");
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
 #else
   stage_rows<WIDTH>(to, from, at, count);
 #endif
 }
 
-// Waits for this thread's copies, except the youngest group where `one_more` is under way.
-__device__ __forceinline__ void fetch_wait(bool one_more) {
+// Waits for this thread's copies.
+__device__ __forceinline__ void fetch_wait() {
 #ifdef KVP_ASYNC_COPY
-  if (one_more) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }

@@ -2,15 +2,15 @@
 //
 //   score[b] = (sum over index heads h, in order, of max(iq_h . pooled_b, 0)) / sqrt(index_dim),   b < complete
 //
-// One block of threads per (tile of pooled rows, row), two pooled rows to a thread at a time.
+// One block of threads per (tile of pooled rows, row), a CPU takes two pooled rows at a time.
 #include "pages.cuh"
 #include "tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(KVP_THREADS)
     fn_qsa_scores(const bf16* pooled, Pages pages, const bf16* iq, int pos0, float* scores, int blocks) {
-  constexpr int width = KVP_INDEX_DIM, stride = staged_stride(width), rows_at_once = 2;
+  constexpr int width = KVP_INDEX_DIM, stride = staged_stride(width), rows_at_once = KVP_HOST_OR(2, 1);
   __shared__ long long at[KVP_TILE];
-  __shared__ __align__(16) float queries[KVP_INDEX_HEADS * width];
+  __shared__ __align__(16) Query queries[KVP_INDEX_HEADS * width];
   __shared__ __align__(16) bf16 tile[KVP_TILE * stride];
 
   const int row = blockIdx.y, first = blockIdx.x * KVP_TILE;

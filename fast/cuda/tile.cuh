@@ -19,14 +19,24 @@ __device__ __forceinline__ void stage_rows(bf16* to, const bf16* from, const lon
   }
 }
 
-// Widens `count` bf16 to fp32.
-__device__ __forceinline__ void stage_queries(float* to, const bf16* from, int count) {
-  for (int i = threadIdx.x * 8; i < count; i += KVP_THREADS * 8) store8(to + i, widen8(from + i));
+// Queries in shared memory: as they come, to save it, or widened once on a CPU, to save time.
+#if defined(KVP_HOST) && !defined(KVP_GPU_SPLIT)
+using Query = float;
+__device__ __forceinline__ void stage8(float* to, const bf16* from) { store8(to, widen8(from)); }
+__device__ __forceinline__ Lanes query8(const float* q) { return load8(q); }
+#else
+using Query = bf16;
+__device__ __forceinline__ void stage8(bf16* to, const bf16* from) { copy8(to, from); }
+__device__ __forceinline__ Lanes query8(const bf16* q) { return widen8(q); }
+#endif
+
+__device__ __forceinline__ void stage_queries(Query* to, const bf16* from, int count) {
+  for (int i = threadIdx.x * 8; i < count; i += KVP_THREADS * 8) stage8(to + i, from + i);
 }
 
 // out[h][r] = q_h . row_r for HEADS queries of WIDTH elements, one behind the other, and ROWS rows, `step` elements apart.
 template <int HEADS, int ROWS, int WIDTH>
-__device__ __forceinline__ void dots(const float* q, const bf16* rows, int step, float (&out)[HEADS][ROWS]) {
+__device__ __forceinline__ void dots(const Query* q, const bf16* rows, int step, float (&out)[HEADS][ROWS]) {
   Lanes sums[HEADS][ROWS];
   KVP_UNROLL for (int h = 0; h < HEADS; ++h)
     KVP_UNROLL for (int r = 0; r < ROWS; ++r) sums[h][r] = splat(0.0f);
@@ -34,7 +44,7 @@ __device__ __forceinline__ void dots(const float* q, const bf16* rows, int step,
     Lanes k[ROWS];
     KVP_UNROLL for (int r = 0; r < ROWS; ++r) k[r] = widen8(rows + r * step + d);
     KVP_UNROLL for (int h = 0; h < HEADS; ++h) {
-      const Lanes x = load8(q + h * WIDTH + d);
+      const Lanes x = query8(q + h * WIDTH + d);
       KVP_UNROLL for (int r = 0; r < ROWS; ++r) sums[h][r] = fma8(x, k[r], sums[h][r]);
     }
   }

@@ -108,8 +108,8 @@ BREAKS = (
         (
             (
                 "chunks.cu",
-                "fetch_rows<width>(buffer(tile + 1), keys, key_at[(tile + 1) & 3], keys_in(tile + 1))",
-                "fetch_rows<width>(buffer(tile + 1), keys, key_at[tile & 3], keys_in(tile + 1))",
+                "fetch_rows<width>(tile_keys, keys, s.key_at[(tile + 1) & 1], keys_in(tile + 1))",
+                "fetch_rows<width>(tile_keys, keys, s.key_at[tile & 1], keys_in(tile + 1))",
             ),
         ),
         (("bits", "dense_ahead"),),
