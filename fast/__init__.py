@@ -1,15 +1,18 @@
 """The CUDA kernels, one function each, named and ordered as in `kvproof.reference`.
 
-They run on this machine's CPU: the sources in cuda/ compiled as C++, over the fiber runtime in host/.
+They run on this machine's CPU, the sources in cuda/ compiled as C++ over the fiber runtime in host/, or on a GPU.
 """
 
-from .backend import Argument, Backend, LaunchError, Module, Pointer, Source
+from .backend import Argument, Backend, LaunchError, Module, NoDeviceError, Pointer, Source
+from .capture import Capture, CaptureError, capture
 from .chunks import chunks, chunks_ahead
 from .compiler import CacheError, CompileError
-from .engine import Engine, default_engine
+from .cuda_backend import CudaBackend
+from .engine import Engine, backend_for, default_engine
 from .gate import gate
 from .host_backend import ORDERS, HostBackend
 from .merge import merge
+from .nvrtc import NvrtcError
 from .pool import pool
 from .prep import prep
 from .scores import scores
@@ -22,14 +25,21 @@ __all__ = [
     "Argument",
     "Backend",
     "CacheError",
+    "Capture",
+    "CaptureError",
     "CompileError",
+    "CudaBackend",
     "Engine",
     "HostBackend",
     "KernelSources",
     "LaunchError",
     "Module",
+    "NoDeviceError",
+    "NvrtcError",
     "Pointer",
     "Source",
+    "backend_for",
+    "capture",
     "chunks",
     "chunks_ahead",
     "default_engine",

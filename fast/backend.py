@@ -57,22 +57,39 @@ Argument: TypeAlias = Pointer | np.generic | ctypes.Structure
 """A pointer; a NumPy scalar, whose type is exactly the parameter's; or a structure passed by value."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a kernel.
+
+    Attributes:
+        kinds: what it may be: "p" a pointer, "s" a structure, or a number of NumPy's kind "i", "u", "f" or "b";
+            several where the compiled code does not tell them apart.
+        size, align: in bytes.
+    """
+
+    kinds: str
+    size: int
+    align: int
+
+
 class LaunchError(RuntimeError):
-    """A kernel failed while it ran.
+    """A kernel could not be launched, or failed while it ran.
 
     Attributes:
         kernel: its entry.
         block: index (x, y, z) of the block that failed, None where none had started.
         thread: index (x, y, z) of a thread to blame, None where the whole block is.
         reason: what it did.
+        device: the GPU that it was launched on, "" on the host.
     """
 
-    def __init__(self, kernel: str, block: Dim3 | None, thread: Dim3 | None, reason: str) -> None:
+    def __init__(self, kernel: str, block: Dim3 | None, thread: Dim3 | None, reason: str, *, device: str = "") -> None:
         self.kernel = kernel
         self.block = block
         self.thread = thread
         self.reason = reason
-        where = f"kernel {kernel}"
+        self.device = device
+        where = f"kernel {kernel}" + (f" on {device}" if device else "")
         if block is not None:
             where += f", block {block}"
         if thread is not None:
@@ -80,15 +97,27 @@ class LaunchError(RuntimeError):
         super().__init__(f"{where}: {reason}")
 
 
+class NoDeviceError(RuntimeError):
+    """CUDA cannot be used here; the message says what is missing and how to get it."""
+
+
+Launch: TypeAlias = Callable[[], None]
+"""A launch whose arguments are packed: calling it runs it, again and again, with the same addresses and numbers."""
+
+
 class Module(Protocol):
-    """A loaded source."""
+    """A loaded source; backends derive from it."""
 
     @property
     def entries(self) -> tuple[str, ...]:
         """Names that can be launched."""
         ...
 
-    def launch(
+    def parameters(self, entry: str) -> tuple[Parameter, ...]:
+        """What one of them takes."""
+        ...
+
+    def bind(
         self,
         entry: str,
         *,
@@ -96,8 +125,8 @@ class Module(Protocol):
         block: Dim3 | int,
         args: Sequence[Argument],
         shared: int = 0,
-    ) -> None:
-        """Run an entry over a grid of blocks.
+    ) -> Launch:
+        """Check and pack a launch of an entry over a grid of blocks; the arrays must outlive it.
 
         Args:
             entry: the kernel's name.
@@ -109,9 +138,45 @@ class Module(Protocol):
         Raises:
             KeyError: there is no such entry.
             TypeError: an argument is not of its parameter's type.
-            ValueError: a size is out of range; nothing was launched.
+            ValueError: a size is out of range.
+        """
+        ...
+
+    def launch(
+        self,
+        entry: str,
+        *,
+        grid: Dim3 | int,
+        block: Dim3 | int,
+        args: Sequence[Argument],
+        shared: int = 0,
+    ) -> None:
+        """Bind a launch and run it.
+
+        Raises:
+            KeyError, TypeError, ValueError: as `bind`; nothing was launched.
             LaunchError: the kernel failed.
         """
+        self.bind(entry, grid=grid, block=block, args=args, shared=shared)()
+
+
+class Recorder(Protocol):
+    """Takes launches down, from when it is made until it is finished or discarded."""
+
+    def add(self, launch: Launch) -> None:
+        """The next launch."""
+        ...
+
+    def finish(self) -> Launch:
+        """End the recording; what is returned runs all of it.
+
+        Raises:
+            RuntimeError: what was done meanwhile cannot be recorded.
+        """
+        ...
+
+    def discard(self) -> None:
+        """End the recording and forget it."""
         ...
 
 
@@ -131,8 +196,33 @@ class Backend(Protocol):
         """Load several sources at once; `progress` is called, in any thread, as each is ready."""
         ...
 
+    @property
+    def device(self) -> int | None:
+        """Number of the CUDA device that arrays must lie on; None on the host."""
+        ...
+
+    def describe(self) -> str:
+        """What runs the kernels, for reports: the backend's name, and its compiler or its device."""
+        ...
+
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> Any:
         """A fresh array that kernels can be given, holding anything."""
+        ...
+
+    def fill(self, array: Any, value: float) -> None:
+        """Set every element of an array of `empty`."""
+        ...
+
+    def upload(self, array: npt.NDArray[Any]) -> Any:
+        """A copy, which kernels can be given, of a NumPy array."""
+        ...
+
+    def download(self, array: Any) -> npt.NDArray[Any]:
+        """A NumPy copy of an array that kernels were given, behind every launch so far."""
+        ...
+
+    def recorder(self) -> Recorder:
+        """Begin to record launches."""
         ...
 
 
@@ -156,9 +246,3 @@ def check_sizes(entry: str, grid: Dim3, block: Dim3, shared: int) -> None:
         raise ValueError(f"{entry}: block {block} has {threads} threads; at most {MAX_THREADS} are allowed")
     if not 0 <= shared <= MAX_SHARED_BYTES:
         raise ValueError(f"{entry}: {shared} bytes of dynamic shared memory; 0 to {MAX_SHARED_BYTES} are allowed")
-
-
-def address_of(array: Any) -> int:
-    """Address of an array's first element, on the host or, for a device array, on the device."""
-    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
-    return int(interface["data"][0])

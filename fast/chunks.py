@@ -6,9 +6,9 @@ import numpy as np
 
 from ..reference.geometry import Geometry
 from ..reference.layout import LayerCache
-from ..reference.results import Bf16Array, KeyLists, Partials, chunk_count, require_chunks
+from ..reference.results import Bf16Array, KeyLists, Partials, list_chunks, require_chunks
 from .backend import Pointer
-from .engine import Engine, default_engine, int32, page_argument, part_pointer
+from .engine import Engine, default_engine, int32, part_pointer
 from .sources import staged_bytes
 
 
@@ -33,8 +33,8 @@ def chunks_ahead(
 def _launch(
     entry: str, geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, engine: Engine
 ) -> Partials:
-    rows = require_chunks(geometry, cache, q, lists)
-    shape = (rows, chunk_count(lists.nk), geometry.query_heads)
+    rows = require_chunks(geometry, cache, q, lists, engine.place)
+    shape = (rows, list_chunks(lists), geometry.query_heads)
     partials = Partials(
         o=engine.empty((*shape, geometry.head_dim), np.float32),
         m=engine.empty(shape, np.float32),
@@ -48,10 +48,10 @@ def _launch(
         args=[
             part_pointer(cache, "keys"),
             part_pointer(cache, "values"),
-            page_argument(cache),
+            engine.pages(cache, lists.end),
             Pointer(q),
             Pointer(lists.ids),
-            int32(lists.ids.shape[1]),
+            int32(lists.capacity),
             Pointer(lists.nk),
             Pointer(lists.sparse),
             Pointer(partials.o),

@@ -15,9 +15,9 @@ def gate(geometry: Geometry, out: Bf16Array, projection: Bf16Array, *, engine: E
     Raises:
         LaunchError: the kernel failed.
     """
-    rows = require_gate(geometry, out, projection)
     engine = engine or default_engine()
-    gated = engine.empty(out.shape, BF16)
+    rows = require_gate(geometry, out, projection, engine.place)
+    gated = engine.empty((rows, geometry.query_heads, geometry.head_dim), BF16)
     engine.launch(
         geometry,
         "gate",

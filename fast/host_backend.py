@@ -16,7 +16,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .backend import Argument, Dim3, LaunchError, Pointer, Source, as_dim3, check_sizes
+from ..reference.arrays import HOST
+from .arguments import Signature
+from .backend import Argument, Dim3, Launch, LaunchError, Module, Parameter, Source, as_dim3, check_sizes
 from .compiler import Build, Compiler, build, find_compiler
 
 Order: TypeAlias = Literal["forward", "reverse", "shuffle"]
@@ -76,21 +78,6 @@ class _Error(ctypes.Structure):
 
 _LAUNCH = struct.Struct("@6IQIIQd")  # KvpLaunch
 
-_FORMATS = {
-    ("p", 8): "Q",
-    ("b", 1): "?",
-    ("i", 1): "b",
-    ("i", 2): "h",
-    ("i", 4): "i",
-    ("i", 8): "q",
-    ("u", 1): "B",
-    ("u", 2): "H",
-    ("u", 4): "I",
-    ("u", 8): "Q",
-    ("f", 4): "f",
-    ("f", 8): "d",
-}
-
 
 def find_entries(text: str) -> tuple[str, ...]:
     """Names of the `extern "C" __global__` functions of a CUDA text, in order."""
@@ -139,79 +126,23 @@ class _HostEntry:
         describe.restype = ctypes.POINTER(_Parameter)
         count = ctypes.c_uint()
         described = describe(ctypes.byref(count))
-        self.name = name
-        self.parameters = [
-            (described[i].kind.decode(), described[i].size, described[i].align) for i in range(count.value)
+        parameters = [
+            Parameter(described[i].kind.decode(), described[i].size, described[i].align) for i in range(count.value)
         ]
-        self.count = count.value
-        offsets: list[int] = []
-        layout = "="
-        end = 0
-        for kind, size, align in self.parameters:
-            start = (end + align - 1) // align * align
-            layout += "x" * (start - end) + _FORMATS.get((kind, size), f"{size}s")
-            offsets.append(start)
-            end = start + size
-        self.layout = struct.Struct(layout)
-        self._offsets = (ctypes.c_uint * max(self.count, 1))(*offsets)
+        self.signature = Signature(name, parameters, HOST)
+        self._offsets = (ctypes.c_uint * max(count.value, 1))(*self.signature.offsets)
         self._record = _Entry(
             call=ctypes.cast(getattr(library, f"kvp_entry_{name}"), ctypes.c_void_p),
             name=name.encode(),
             offsets=self._offsets,
-            count=self.count,
+            count=count.value,
             anchor=ctypes.cast(library.kvp_anchor, ctypes.c_void_p),
         )
         runtime.find_local(ctypes.byref(self._record))
         self.address = ctypes.addressof(self._record)
 
-    def pack(self, args: Sequence[Argument]) -> bytes:
-        if len(args) != self.count:
-            raise TypeError(f"{self.name} takes {self.count} arguments, not {len(args)}")
-        values: list[Any] = []
-        for i, (argument, (kind, size, _)) in enumerate(zip(args, self.parameters, strict=True)):
-            if kind == "p" and type(argument) is Pointer:
-                values.append(self._address(i, argument))
-            elif isinstance(argument, np.generic) and argument.dtype.kind == kind and argument.itemsize == size:
-                values.append(argument.item())
-            elif kind == "s" and isinstance(argument, ctypes.Structure) and ctypes.sizeof(argument) == size:
-                values.append(bytes(argument))
-            else:
-                raise TypeError(
-                    f"{self.name}: argument {i} is {_describe(argument)}; the parameter is {_expected(kind, size)}"
-                )
-        return self.layout.pack(*values)
 
-    def _address(self, i: int, pointer: Pointer) -> int:
-        array, offset = pointer.array, pointer.offset
-        if array is None:
-            return 0
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"{self.name}: argument {i} points to {_describe(array)}; here it must be a NumPy array")
-        if offset == 0:
-            return int(array.__array_interface__["data"][0])
-        if not 0 <= offset <= array.size:
-            raise ValueError(f"{self.name}: argument {i} points to element {offset} of an array of {array.size}")
-        return int(array.__array_interface__["data"][0]) + offset * array.itemsize
-
-
-def _describe(argument: object) -> str:
-    if isinstance(argument, np.generic):
-        return f"a NumPy {argument.dtype}"
-    if isinstance(argument, ctypes.Structure):
-        return f"a structure {type(argument).__name__} of {ctypes.sizeof(argument)} bytes"
-    return f"a {type(argument).__name__}"
-
-
-def _expected(kind: str, size: int) -> str:
-    if kind == "p":
-        return "a pointer: give Pointer(array)"
-    if kind == "s":
-        return f"a structure of {size} bytes: give a ctypes.Structure of that size"
-    name = {"i": f"int{8 * size}", "u": f"uint{8 * size}", "f": f"float{8 * size}", "b": "bool_"}[kind]
-    return f"a number: give numpy.{name}"
-
-
-class HostModule:
+class HostModule(Module):
     """A kernel family compiled for this CPU."""
 
     def __init__(self, source: Source, backend: HostBackend, path: str) -> None:
@@ -229,7 +160,11 @@ class HostModule:
         """Names that can be launched."""
         return tuple(self._entries)
 
-    def launch(
+    def parameters(self, entry: str) -> tuple[Parameter, ...]:
+        """What one of them takes."""
+        return self._entries[entry].signature.parameters
+
+    def bind(
         self,
         entry: str,
         *,
@@ -237,24 +172,47 @@ class HostModule:
         block: Dim3 | int,
         args: Sequence[Argument],
         shared: int = 0,
-    ) -> None:
-        """Run an entry over a grid and wait for it; see `Module.launch`."""
+    ) -> Launch:
+        """Check and pack a launch; see `Module.bind`. It waits for the kernel when it runs."""
         kernel = self._entries.get(entry)
         if kernel is None:
             raise KeyError(f"{self.source.name} has no kernel {entry!r}; it has {', '.join(self._entries) or 'none'}")
-        grid = as_dim3(grid)
-        block = as_dim3(block)
+        grid, block = as_dim3(grid), as_dim3(block)
         check_sizes(entry, grid, block, shared)
-        packed = kernel.pack(args)
         backend = self._backend
         config = _LAUNCH.pack(
             *grid, *block, shared, backend.order_code, backend.workers, backend.seed, backend.timeout_s
         )
+        return functools.partial(self._run, kernel, config, kernel.signature.pack(args))
+
+    def _run(self, kernel: _HostEntry, config: bytes, packed: bytes) -> None:
         error = _Error()
         if self._launch(kernel.address, config, packed, ctypes.byref(error)):
             where = (error.block.x, error.block.y, error.block.z)
             thread = (error.thread.x, error.thread.y, error.thread.z) if error.has_thread else None
-            raise LaunchError(entry, where, thread, error.message.decode(errors="replace"))
+            name = kernel.signature.entry
+            raise LaunchError(name, where, thread, error.message.decode(errors="replace"))
+
+
+class LaunchList:
+    """A recorder that keeps launches and runs none."""
+
+    def __init__(self) -> None:
+        self._launches: list[Launch] = []
+
+    def add(self, launch: Launch) -> None:
+        self._launches.append(launch)
+
+    def finish(self) -> Launch:
+        return functools.partial(_run_all, tuple(self._launches))
+
+    def discard(self) -> None:
+        self._launches.clear()
+
+
+def _run_all(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch()
 
 
 class HostBackend:
@@ -274,6 +232,7 @@ class HostBackend:
     """
 
     name = "host"
+    device = None
 
     def __init__(
         self,
@@ -356,6 +315,26 @@ class HostBackend:
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A fresh array, holding anything."""
         return np.empty(shape, dtype)
+
+    def fill(self, array: npt.NDArray[Any], value: float) -> None:
+        """Set every element."""
+        array[...] = value
+
+    def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A copy."""
+        return array.copy()
+
+    def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A copy."""
+        return array.copy()
+
+    def recorder(self) -> LaunchList:
+        """Begin to record launches; none runs until they are replayed."""
+        return LaunchList()
+
+    def describe(self) -> str:
+        """The backend's name and its compiler."""
+        return f"{self.name} ({self.compiler.name})"
 
     def _build(self, source: Source) -> str:
         entries = find_entries(source.text)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..reference.geometry import Geometry
 from ..reference.layout import BF16
-from ..reference.results import Bf16Array, Partials, require_merge
+from ..reference.results import Bf16Array, Partials, require_fp32, require_merge
 from .backend import Pointer
 from .engine import Engine, default_engine, int32
 
@@ -18,11 +16,10 @@ def merge(geometry: Geometry, partials: Partials, *, engine: Engine | None = Non
         ValueError: the partials are not fp32.
         LaunchError: the kernel failed.
     """
-    rows = require_merge(geometry, partials)
-    for name in ("o", "m", "l"):
-        if getattr(partials, name).dtype != np.float32:
-            raise ValueError(f"partials.{name} is {getattr(partials, name).dtype}; the kernel takes float32")
     engine = engine or default_engine()
+    rows = require_merge(geometry, partials, engine.place)
+    for name in ("o", "m", "l"):
+        require_fp32(f"partials.{name}", getattr(partials, name))
     out = engine.empty((rows, geometry.query_heads, geometry.head_dim), BF16)
     engine.launch(
         geometry,
@@ -33,7 +30,7 @@ def merge(geometry: Geometry, partials: Partials, *, engine: Engine | None = Non
             Pointer(partials.o),
             Pointer(partials.m),
             Pointer(partials.l),
-            int32(partials.m.shape[1]),
+            int32(partials.chunks),
             Pointer(out),
         ],
     )

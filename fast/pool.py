@@ -6,7 +6,7 @@ from ..reference.geometry import Geometry, Rope, Weights
 from ..reference.layout import LayerCache
 from ..reference.results import require_store
 from .backend import Pointer
-from .engine import Engine, default_engine, int32, page_argument, part_pointer
+from .engine import Engine, default_engine, int32, part_pointer
 from .prep import rope_arguments
 
 
@@ -25,11 +25,12 @@ def pool(
     Raises:
         LaunchError: the kernel failed.
     """
-    require_store(geometry, weights, cache, pos0, rows, rope)
+    engine = engine or default_engine()
+    require_store(geometry, weights, cache, pos0, rows, rope, engine.place)
     completed = (pos0 + rows) // geometry.block - pos0 // geometry.block
     if not completed:
         return
-    (engine or default_engine()).launch(
+    engine.launch(
         geometry,
         "pool",
         "fn_qsa_pool" if rope.mode == "text" else "fn_qsa_pool_media",
@@ -39,7 +40,7 @@ def pool(
             Pointer(weights.inv_freq),
             part_pointer(cache, "index_keys"),
             part_pointer(cache, "pooled"),
-            page_argument(cache),
+            engine.pages(cache, pos0 + rows),
             int32(pos0),
             *rope_arguments(rope),
         ],

@@ -6,7 +6,7 @@ from ..reference.geometry import Geometry, Rope, Weights
 from ..reference.layout import BF16, LayerCache
 from ..reference.results import Bf16Array, Prepared, require_window
 from .backend import Argument, Pointer
-from .engine import Engine, default_engine, int32, page_argument, part_pointer
+from .engine import Engine, default_engine, int32, part_pointer
 
 
 def prep(
@@ -24,8 +24,8 @@ def prep(
     Raises:
         LaunchError: the kernel failed.
     """
-    rows = require_window(geometry, weights, cache, projection, pos0, rope)
     g, engine = geometry, engine or default_engine()
+    rows = require_window(g, weights, cache, projection, pos0, rope, engine.place)
     prepared = Prepared(
         q=engine.empty((rows, g.query_heads, g.head_dim), BF16),
         iq=engine.empty((rows, g.index_heads, g.index_dim), BF16),
@@ -40,7 +40,7 @@ def prep(
         args=[
             *scales,
             *parts,
-            page_argument(cache),
+            engine.pages(cache, pos0 + rows),
             Pointer(projection),
             int32(pos0),
             *rope_arguments(rope),
@@ -55,4 +55,6 @@ def rope_arguments(rope: Rope) -> list[Argument]:
     """What the media form of a kernel takes beside the text form: the delta, and a media prompt's triples."""
     if rope.mode == "text":
         return []
-    return [int32(rope.delta), Pointer(rope.triples if len(rope.triples) else None), int32(len(rope.triples))]
+    if rope.mode == "delta":
+        return [int32(rope.delta), Pointer(None), int32(0)]
+    return [int32(rope.delta), Pointer(rope.triples), int32(rope.media_length)]

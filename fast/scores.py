@@ -9,7 +9,7 @@ from ..reference.geometry import TILE, Geometry
 from ..reference.layout import LayerCache
 from ..reference.results import Bf16Array, require_scores, score_blocks
 from .backend import Pointer
-from .engine import Engine, default_engine, int32, page_argument, part_pointer
+from .engine import Engine, default_engine, int32, part_pointer
 
 
 def scores(
@@ -20,8 +20,8 @@ def scores(
     Raises:
         LaunchError: the kernel failed.
     """
-    rows = require_scores(geometry, cache, iq, pos0)
     engine = engine or default_engine()
+    rows = require_scores(geometry, cache, iq, pos0, engine.place)
     blocks = score_blocks(geometry, pos0, rows)
     result = engine.full((rows, blocks), np.float32, np.nan)
     if blocks <= geometry.top_blocks:  # every row is dense
@@ -33,7 +33,7 @@ def scores(
         grid=(-(-blocks // TILE), rows, 1),
         args=[
             part_pointer(cache, "pooled"),
-            page_argument(cache),
+            engine.pages(cache, pos0 + rows),
             Pointer(iq),
             int32(pos0),
             Pointer(result),

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reference.geometry import Geometry
-from ..reference.results import KeyLists, require_select, score_blocks
+from ..reference.results import KeyLists, longest_list, require_fp32, require_select, score_blocks
 from .backend import Pointer
 from .engine import Engine, default_engine, int32
 
@@ -18,14 +18,15 @@ def select(geometry: Geometry, scores: npt.NDArray[np.float32], pos0: int, *, en
         ValueError: the scores are not fp32.
         LaunchError: the kernel failed.
     """
-    rows = require_select(geometry, scores, pos0)
-    if scores.dtype != np.float32:
-        raise ValueError(f"scores are {scores.dtype}; the kernel takes float32")
     engine = engine or default_engine()
+    rows = require_select(geometry, scores, pos0, engine.place)
+    require_fp32("scores", scores)
     lists = KeyLists(
         ids=engine.full((rows, geometry.list_capacity), np.int32, -1),
         nk=engine.empty((rows,), np.int32),
         sparse=engine.empty((rows,), np.int32),
+        longest=longest_list(geometry, pos0, rows),
+        end=pos0 + rows,
     )
     engine.launch(
         geometry,

@@ -33,7 +33,7 @@ def window(
     engine = engine or default_engine()
     engine.prepare(geometry)  # a compiler that fails does so before anything is stored
     prepared = prep(geometry, weights, cache, projection, pos0, rope, engine=engine)
-    pool(geometry, weights, cache, pos0, len(projection), rope, engine=engine)
+    pool(geometry, weights, cache, pos0, prepared.q.shape[0], rope, engine=engine)
     block_scores = scores(geometry, cache, prepared.iq, pos0, engine=engine)
     lists = select(geometry, block_scores, pos0, engine=engine)
     partials = chunks(geometry, cache, prepared.q, lists, engine=engine)

@@ -5,39 +5,40 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 from threadpoolctl import threadpool_limits
 
 from ..fast import ORDERS, CacheError, CompileError, HostBackend
 from ..fast.sources import FAMILIES
-from ..reference.geometry import PRESETS, Geometry
+from ..reference.geometry import PRESETS
 from .bench import ROUNDS, Timing, bench
 from .cases import PAGE_SIZES, QUICK, at_check, cases
 from .contract import Plan, check
+from .cubin import CubinError
 from .diagnosis import diagnose
 from .fault_report import matrix_json, mutants_json, print_matrix, print_mutants
 from .faults import chosen as chosen_faults
 from .fixture_set import holds_set
 from .fixture_verify import Finding, verify_set
 from .fixtures import DEFAULT_FORMS, DEFAULT_PAGES, FORMS, Recipe, write
+from .gpu_cli import gpu_check_command
 from .hunt import hunt
 from .judge import load_failure, load_window_failure, wrong_elements
 from .mutant_judge import portable
 from .mutants import mutants, run_mutants, sample
 from .operations import OPERATIONS
 from .peer import Verdict, verify
+from .records_cli import records_app
 from .report import GATES, Report, write_json
+from .terminal import Json, choose, console, errors, geometry_named, progress, require_writable
 from .variants import TIMEOUT_S, Variant, host_variants
 
 MISUSE = 2
@@ -52,29 +53,17 @@ app = typer.Typer(
 )
 fixtures_app = typer.Typer(help="Files of inputs and outputs.", no_args_is_help=True)
 app.add_typer(fixtures_app, name="fixtures")
-
-PIPE_WIDTH = 120
-"""Columns of a table that no terminal shows."""
-
-
-def _console(*, stderr: bool = False) -> Console:
-    made = Console(stderr=stderr, soft_wrap=True)
-    return made if made.is_terminal else Console(stderr=stderr, soft_wrap=True, width=PIPE_WIDTH)
-
-
-console = _console()
-errors = _console(stderr=True)
+app.add_typer(records_app, name="records")
+app.command("gpu-check")(gpu_check_command)
 
 _Found = TypeVar("_Found", Finding, Verdict)
-
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result to FILE as JSON.")]
 
 
 def main() -> None:
     """Entry point; exits 0 when green, 1 when red, 2 when something cannot be run as asked."""
     try:
         app()
-    except (ValueError, OSError, CompileError, CacheError) as error:
+    except (ValueError, OSError, CompileError, CacheError, CubinError) as error:
         errors.print(Text(f"kvproof: {error}", style="red"))
         sys.exit(MISUSE)
 
@@ -107,12 +96,12 @@ def check_command(
     json_file: Json = None,
 ) -> None:
     """Check that every kernel reads a paged cache exactly like a contiguous one, gate by gate."""
-    _choose("--backend", backend, BACKENDS)
+    choose("--backend", backend, BACKENDS)
     if seed < 0:
         raise ValueError(f"--seed is {seed}; it must be 0 or more")
-    shape = at_check(_geometry(geometry))
+    shape = at_check(geometry_named(geometry))
     known = {c.name: c for c in cases(shape)}
-    chosen = tuple(_choose("--case", name, tuple(known)) for name in case or (QUICK if quick else known))
+    chosen = tuple(choose("--case", name, tuple(known)) for name in case or (QUICK if quick else known))
     pages = tuple(page or (QUICK_PAGES if quick else PAGE_SIZES))
     plan = Plan(
         geometry=shape,
@@ -121,7 +110,7 @@ def check_command(
         seed=seed,
         replay=f"kvproof check --geometry {geometry} --case {{case}} --page {{page}} --backend {backend} --seed {seed}",
     )
-    _require_writable(json_file)
+    require_writable(json_file)
     host = HostBackend(timeout_s=TIMEOUT_S)
     report = Report(facts=_facts(plan, host))
     run_check(plan, host_variants(seed=seed, backend=host), report)
@@ -147,10 +136,10 @@ def write_command(
     seed: Annotated[int, typer.Option(help="Of the data and the shuffled tables.")] = 0,
 ) -> None:
     """Write inputs, expected bits and bounds for kernels in any language: safetensors files and a manifest."""
-    shape = at_check(_geometry(geometry))
+    shape = at_check(geometry_named(geometry))
     known = {c.name: c for c in cases(shape)}
-    chosen = {_choose("--case", name, tuple(known)) for name in case or QUICK}
-    forms = {_choose("--layout", name, FORMS) for name in layout or DEFAULT_FORMS}
+    chosen = {choose("--case", name, tuple(known)) for name in case or QUICK}
+    forms = {choose("--layout", name, FORMS) for name in layout or DEFAULT_FORMS}
     recipe = Recipe(
         geometry=shape,
         cases=tuple(c for name, c in known.items() if name in chosen),
@@ -159,7 +148,7 @@ def write_command(
         seed=seed,
     )
     kernels = host_variants(seed=0)[0].kernels
-    with _progress(None, "write") as advance:
+    with progress(None, "write") as advance:
         written = write(folder, recipe, kernels, progress=advance)
     for file in written:
         console.print(f"{file.stat().st_size:>12} {file}")
@@ -171,7 +160,7 @@ def verify_command(
     json_file: Json = None,
 ) -> None:
     """Hold the reference and the kernels against fixture files, ours or an independent implementation's."""
-    _require_writable(json_file)
+    require_writable(json_file)
     kernels = host_variants(seed=0)[0].kernels
     found: Sequence[Finding | Verdict]
     if holds_set(folder):
@@ -217,8 +206,8 @@ def bench_command(
     """Time rows side by side at Flash Next geometry: contiguous, paged, NumPy, and PyTorch or Triton if there."""
     if rounds < 1:
         raise ValueError(f"--rounds is {rounds}; it must be at least 1")
-    _require_writable(json_file)
-    with _progress(None, "bench") as advance:
+    require_writable(json_file)
+    with progress(None, "bench") as advance:
         timings, absent = bench(rounds=rounds, progress=advance)
     _print_timings(timings, absent)
     if json_file is not None:
@@ -235,11 +224,11 @@ def faults_command(
     """Plant each fault of the catalogue: the gate that should see it must go red, and green without it."""
     faults = chosen_faults(only or ())
     _require_jobs(seed, jobs)
-    _require_writable(json_file)
+    require_writable(json_file)
     started = time.monotonic()
     planted = [fault for fault in faults if fault.planted]
     waiting = [fault for fault in faults if not fault.planted]
-    with _progress(len(planted), "faults") as advance:
+    with progress(len(planted), "faults") as advance:
         found = hunt(planted, seed=seed, jobs=jobs, progress=lambda one: advance(f"{one.fault.id} {one.fault.title}"))
     green = print_matrix(console, found, waiting, time.monotonic() - started)
     if json_file is not None:
@@ -260,9 +249,9 @@ def mutants_command(
     if limit is not None and limit < 1:
         raise ValueError(f"--limit is {limit}; it must be at least 1")
     drawn = sample(list(mutants(portable(), file or ())), limit, seed=seed)
-    _require_writable(json_file)
+    require_writable(json_file)
     started = time.monotonic()
-    with _progress(len(drawn), "mutants") as advance:
+    with progress(len(drawn), "mutants") as advance:
         judged = run_mutants(drawn, jobs=jobs, progress=lambda one: advance(f"{one.mutant}: {one.status}"))
     print_mutants(console, judged, time.monotonic() - started)
     if json_file is not None:
@@ -280,7 +269,7 @@ def _require_jobs(seed: int, jobs: int) -> None:
 def run_check(plan: Plan, variants: Sequence[Variant], report: Report) -> None:
     """Compile, then run a plan, with a progress bar on a terminal."""
     total = plan.steps(len(variants)) + len(FAMILIES) * len(variants)
-    with _progress(total, "check") as advance, threadpool_limits(1):
+    with progress(total, "check") as advance, threadpool_limits(1):
         for variant in variants:
             variant.prepare(plan.geometry, lambda family: advance(f"compiled {family}"))
         check(plan, variants, report, advance)
@@ -359,7 +348,7 @@ def _print_verdicts(verdicts: list[Verdict]) -> None:
 def _followed(found: Iterator[_Found]) -> list[_Found]:
     """All of them, with a progress bar."""
     kept = []
-    with _progress(None, "verify") as advance, threadpool_limits(1):
+    with progress(None, "verify") as advance, threadpool_limits(1):
         for one in found:
             advance(f"{one.file} {one.tensor}")
             kept.append(one)
@@ -418,26 +407,6 @@ def _print_timings(timings: list[Timing], absent: dict[str, str]) -> None:
         console.print(f"{name}: not measured, {why}")
 
 
-def _geometry(name: str) -> Geometry:
-    return PRESETS[_choose("--geometry", name, tuple(PRESETS))]
-
-
-def _choose(option: str, value: str, allowed: Sequence[str]) -> str:
-    if value not in allowed:
-        raise ValueError(f"{option} is {value!r}; it must be one of {', '.join(allowed)}")
-    return value
-
-
-def _require_writable(json_file: Path | None) -> None:
-    """Fail before the work, not after it."""
-    if json_file is None:
-        return
-    if not json_file.absolute().parent.is_dir():
-        raise ValueError(f"--json {json_file}: there is no folder {json_file.absolute().parent}; make it first")
-    if json_file.is_dir():
-        raise ValueError(f"--json {json_file} is a folder; name a file in it")
-
-
 def _facts(plan: Plan, host: HostBackend) -> dict[str, Any]:
     return {
         "kvproof": version("kvproof"),
@@ -452,22 +421,3 @@ def _facts(plan: Plan, host: HostBackend) -> dict[str, Any]:
         "page_sizes": list(plan.page_sizes),
         "seed": plan.seed,
     }
-
-
-@contextmanager
-def _progress(total: int | None, name: str) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error, on a terminal only; yields a function to call before each step."""
-    columns = (
-        TextColumn(name),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-
-        def advance(step: str) -> None:
-            progress.update(task, advance=1, description=step)
-
-        yield advance

@@ -7,10 +7,12 @@ frozen dataclasses; they are validated here, once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from .arrays import HOST, Place, place_of, require_array, shape_of
 
 CHUNK = 512
 """Keys of one partial: a row's key list is cut into chunks by list index."""
@@ -25,26 +27,6 @@ LANES = 8
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-def require_array(name: str, array: Any, dtype: npt.DTypeLike, shape: tuple[int | None, ...]) -> None:
-    """Raise unless `array` is a C-contiguous NumPy array of this dtype and shape (None: any extent).
-
-    Raises:
-        TypeError: not a NumPy array.
-        ValueError: dtype, shape or strides differ; the message says what was given and what is allowed.
-    """
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"{name} is a {type(array).__name__}; it must be a NumPy array")
-    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
-    if array.dtype != np.dtype(dtype):
-        raise ValueError(f"{name} has dtype {array.dtype}; it must be {np.dtype(dtype)} {wanted}")
-    if array.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, array.shape, strict=True)):
-        raise ValueError(f"{name} has shape {list(array.shape)}; it must be {wanted}")
-    if not array.flags.c_contiguous:
-        raise ValueError(
-            f"{name} has strides {array.strides}; it must be C-contiguous: pass np.ascontiguousarray({name})"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +189,8 @@ class Weights:
     pool_scale: npt.NDArray[np.float32]
     inv_freq: npt.NDArray[np.float32]
 
-    def require(self, geometry: Geometry) -> None:
-        """Raise ValueError unless every array is fp32 and has the geometry's shape."""
+    def require(self, geometry: Geometry, place: Place = HOST) -> None:
+        """Raise unless every array is fp32, has the geometry's shape and lies in `place`; see `require_array`."""
         widths = {
             "q_scale": geometry.head_dim,
             "k_scale": geometry.head_dim,
@@ -217,7 +199,7 @@ class Weights:
             "inv_freq": geometry.rotary_half,
         }
         for name, width in widths.items():
-            require_array(f"weights.{name}", getattr(self, name), np.float32, (width,))
+            require_array(f"weights.{name}", getattr(self, name), np.float32, (width,), place)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -244,13 +226,21 @@ class Rope:
             raise ValueError(f"rope delta is {self.delta}; it must fit int32")
         if self.mode == "text" and self.delta:
             raise ValueError(f"rope mode 'text' takes no delta, but it is {self.delta}; use mode 'delta'")
-        require_array("rope triples", self.triples, np.int32, (None, 3))
-        if self.mode == "media" and not len(self.triples):
+        shape = require_array("rope triples", self.triples, np.int32, (None, 3), place_of(self.triples))
+        if self.mode == "media" and not shape[0]:
             raise ValueError("rope mode 'media' needs the prompt's (t, h, w) triples, but none are given")
-        if self.mode != "media" and len(self.triples):
-            raise ValueError(
-                f"rope mode {self.mode!r} takes no triples, but {len(self.triples)} are given; use 'media'"
-            )
+        if self.mode != "media" and shape[0]:
+            raise ValueError(f"rope mode {self.mode!r} takes no triples, but {shape[0]} are given; use 'media'")
+
+    @property
+    def media_length(self) -> int:
+        """Positions of the media prompt."""
+        return shape_of(self.triples)[0]
+
+    def require(self, place: Place = HOST) -> None:
+        """Raise unless the triples lie in `place`; there are none outside "media"."""
+        if self.mode == "media":
+            require_array("rope triples", self.triples, np.int32, (None, 3), place)
 
 
 TEXT = Rope()

@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from .geometry import Geometry, IntArray, require_array
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
+from .arrays import BF16 as BF16
+from .arrays import Place, place_of, require_array, shape_of
+from .geometry import Geometry, IntArray
 
 Part = Literal["keys", "values", "index_keys", "pooled"]
 PARTS: tuple[Part, ...] = ("keys", "values", "index_keys", "pooled")
@@ -140,51 +139,77 @@ class Layout:
 class LayerCache:
     """One layer of one stream's cache: a buffer, its layout, and the stream's page table.
 
+    Buffer and table lie both on the host or both on one device. What they hold is read from the host only.
+
     Attributes:
         buffer: bf16 [layout.elements]; shared with other layers and streams.
         layout: how the buffer is laid out.
         layer: which layer.
         table: int32 [n], physical page of each logical page; None reads the buffer contiguously.
             Entries past the stream's pages may hold anything.
+        table_is_stable: the caller's promise that the table is one array for as long as a captured launch reads it,
+            changed in place only.
     """
 
     buffer: npt.NDArray[np.generic]
     layout: Layout
     layer: int = 0
     table: npt.NDArray[np.int32] | None = None
+    table_is_stable: bool = False
 
     def __post_init__(self) -> None:
-        require_array("cache buffer", self.buffer, BF16, (self.layout.elements,))
-        if self.table is not None:
-            require_array("page table", self.table, np.int32, (None,))
-        elif self.layout.pages != 1:
+        self.require_place(place_of(self.buffer))
+        if self.table is None and self.layout.pages != 1:
             raise ValueError(
                 f"an arena of {self.layout.pages} pages is read through a page table, but none is given; "
                 "pass table=, or use Layout.contiguous"
             )
         self.layout.part(self.layer, "keys")
 
+    @property
+    def device(self) -> int | None:
+        """Number of the CUDA device that the buffer lies on, None on the host."""
+        return place_of(self.buffer).device
+
+    def require_place(self, place: Place) -> None:
+        """Raise unless buffer and table are arrays that lie in `place`; see `require_array`."""
+        require_array("cache buffer", self.buffer, BF16, (self.layout.elements,), place)
+        if self.table is not None:
+            require_array("page table", self.table, np.int32, (None,), place)
+
     def require(self, end: int) -> None:
-        """Raise ValueError unless positions 0 to end - 1 all lie in the arena, each page named once."""
+        """Raise ValueError unless positions 0 to end - 1 all lie in the arena, each page named once.
+
+        Entries of a table on a device are not looked at.
+        """
+        self.require_room(end)
+        if self.table is not None and self.device is None:
+            self._require_pages(self.table[: -(-end // self.layout.page_size)])
+
+    def require_room(self, end: int) -> None:
+        """Raise ValueError unless there is room for positions 0 to end - 1, whatever pages the table names."""
         n = self.layout.page_size
         if self.table is None:
             if end > n:
                 raise ValueError(f"position {end - 1} does not fit a contiguous cache of {n} positions")
             return
-        live = -(-end // n)
-        if live > len(self.table):
+        live, (entries,) = -(-end // n), shape_of(self.table)
+        if live > entries:
             raise ValueError(
-                f"position {end - 1} needs {live} pages of {n} positions, but the page table has {len(self.table)} "
+                f"position {end - 1} needs {live} pages of {n} positions, but the page table has {entries} "
                 f"entries; grow the table to {live}"
             )
-        used = self.table[:live]
-        if live and not 0 <= used.min() <= used.max() < self.layout.pages:
+
+    def _require_pages(self, used: npt.NDArray[np.int32]) -> None:
+        if not len(used):
+            return
+        if not 0 <= used.min() <= used.max() < self.layout.pages:
             outside = np.flatnonzero((used < 0) | (used >= self.layout.pages))
             raise ValueError(
                 f"page table entry {outside[0]} names page {used[outside[0]]}; the arena has pages 0 to "
                 f"{self.layout.pages - 1}"
             )
-        if live > 1 and np.bincount(used).max() > 1:
+        if np.bincount(used).max() > 1:
             page = int(np.bincount(used).argmax())
             first, second = np.flatnonzero(used == page)[:2]
             raise ValueError(
@@ -193,19 +218,30 @@ class LayerCache:
             )
 
     def offsets(self, part: Part, rows: npt.ArrayLike) -> IntArray:
-        """Element offset in the buffer of each (row, head) of a part: int64 [len(rows), heads]."""
+        """Element offset in the buffer of each (row, head) of a part: int64 [len(rows), heads].
+
+        Raises:
+            TypeError: the cache lies on a device.
+        """
+        if self.device is not None:
+            raise TypeError(
+                "this cache lies on a CUDA device, where kernels alone read and write it; copy its buffer and its "
+                "table to the host first"
+            )
         return self.layout.part(self.layer, part).offsets(rows, self.table)
 
     def read(self, part: Part, rows: npt.ArrayLike) -> npt.NDArray[np.generic]:
         """Copy rows out: bf16 [len(rows), heads, width]."""
+        at = self.offsets(part, rows)
         width = self.layout.part(self.layer, part).width
-        return np.lib.stride_tricks.sliding_window_view(self.buffer, width)[self.offsets(part, rows)]
+        return np.lib.stride_tricks.sliding_window_view(self.buffer, width)[at]
 
     def write(self, part: Part, rows: npt.ArrayLike, values: npt.NDArray[np.generic]) -> None:
         """Store bf16 rows [len(rows), heads, width]."""
+        at = self.offsets(part, rows)
         width = self.layout.part(self.layer, part).width
         view = np.lib.stride_tricks.sliding_window_view(self.buffer, width, writeable=True)
-        view[self.offsets(part, rows)] = values
+        view[at] = values
 
 
 KvStyle = Literal["nhd", "hnd", "interleaved_nhd", "interleaved_hnd"]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .geometry import CHUNK, MAX_POSITION, Geometry, IntArray, Rope, Weights, require_array
+from .arrays import HOST, Place, describe, require_aligned, require_array, shape_of
+from .geometry import CHUNK, MAX_POSITION, Geometry, IntArray, Rope, Weights
 from .layout import BF16, LayerCache
 
 Bf16Array = npt.NDArray[np.generic]
@@ -36,11 +37,20 @@ class KeyLists:
         ids: int32 [R, capacity], a sparse row's positions in list order; -1 where unwritten, and all over a dense row.
         nk: int32 [R], keys of the row.
         sparse: int32 [R], 1 where the row reads `ids`, 0 where it reads positions 0 to nk - 1.
+        longest: at least the largest `nk`; None where the host may look it up.
+        end: one past the last position that any row reads, or more; None where the host may look it up.
     """
 
     ids: npt.NDArray[np.int32]
     nk: npt.NDArray[np.int32]
     sparse: npt.NDArray[np.int32]
+    longest: int | None = None
+    end: int | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Entries kept for one row's list."""
+        return shape_of(self.ids)[1]
 
     @classmethod
     def dense(cls, nk: npt.ArrayLike) -> KeyLists:
@@ -51,7 +61,10 @@ class KeyLists:
         if len(counts) and not 0 <= counts.min() <= counts.max() <= MAX_POSITION:
             raise ValueError(f"key counts reach from {counts.min()} to {counts.max()}; allowed is 0 to {MAX_POSITION}")
         rows = len(counts)
-        return cls(np.zeros((rows, 0), np.int32), counts.astype(np.int32), np.zeros(rows, np.int32))
+        most = int(counts.max(initial=0))
+        return cls(
+            np.zeros((rows, 0), np.int32), counts.astype(np.int32), np.zeros(rows, np.int32), longest=most, end=most
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +81,11 @@ class Partials:
     o: npt.NDArray[Any]
     m: npt.NDArray[Any]
     l: npt.NDArray[Any]
+
+    @property
+    def chunks(self) -> int:
+        """Partials kept per row."""
+        return shape_of(self.m)[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,85 +111,116 @@ def score_blocks(geometry: Geometry, pos0: int, rows: int) -> int:
     return max(1, (pos0 + rows) // geometry.block)
 
 
+def longest_list(geometry: Geometry, pos0: int, rows: int) -> int:
+    """Keys of the longest list that select gives a window, told by the positions alone."""
+    end = pos0 + 1 + np.arange(rows, dtype=np.int64)
+    dense = complete_blocks(geometry, pos0, rows) <= geometry.top_blocks
+    return int(np.where(dense, end, geometry.budget + end % geometry.block).max())
+
+
 def chunk_count(nk: npt.NDArray[np.integer[Any]]) -> int:
     """Partials kept per row: chunks of the longest key list, at least 1."""
-    return max(1, -(-int(nk.max(initial=0)) // CHUNK))
+    return _chunks_of(int(nk.max(initial=0)))
+
+
+def list_chunks(lists: KeyLists) -> int:
+    """Partials kept per row, where `lists.longest` is known without a look at `lists.nk`."""
+    return chunk_count(lists.nk) if lists.longest is None else _chunks_of(lists.longest)
+
+
+def _chunks_of(keys: int) -> int:
+    return max(1, -(-keys // CHUNK))
 
 
 def require_window(
-    geometry: Geometry, weights: Weights, cache: LayerCache, projection: Bf16Array, pos0: int, rope: Rope
+    geometry: Geometry,
+    weights: Weights,
+    cache: LayerCache,
+    projection: Bf16Array,
+    pos0: int,
+    rope: Rope,
+    place: Place = HOST,
 ) -> int:
     """Check the arguments of prep and window; returns the window's rows."""
-    require_array("projection", projection, BF16, (None, geometry.projection_width))
-    require_store(geometry, weights, cache, pos0, len(projection), rope)
-    return len(projection)
+    rows, _ = require_array("projection", projection, BF16, (None, geometry.projection_width), place)
+    require_store(geometry, weights, cache, pos0, rows, rope, place)
+    return rows
 
 
-def require_store(geometry: Geometry, weights: Weights, cache: LayerCache, pos0: int, rows: int, rope: Rope) -> None:
+def require_store(
+    geometry: Geometry,
+    weights: Weights,
+    cache: LayerCache,
+    pos0: int,
+    rows: int,
+    rope: Rope,
+    place: Place = HOST,
+) -> None:
     """Check the arguments of pool, and of anything that stores rows pos0 to pos0 + rows - 1."""
-    weights.require(geometry)
+    weights.require(geometry, place)
     if not isinstance(rope, Rope):
         raise TypeError(f"rope is a {type(rope).__name__}; it must be a Rope, for example geometry.TEXT")
+    rope.require(place)
     require_rows(pos0, rows)
     if abs(pos0 + rows - 1 + int(rope.delta)) > MAX_POSITION:
         raise ValueError(
             f"position {pos0 + rows - 1} with rope delta {rope.delta} does not fit int32; give a smaller delta"
         )
-    require_cache(geometry, cache, pos0 + rows)
-    if not cache.buffer.flags.writeable:
+    require_cache(geometry, cache, pos0 + rows, place)
+    facts = describe(cache.buffer)
+    if facts is not None and not facts.writeable:
         raise ValueError("the cache buffer is read-only; this kernel stores rows, so pass a writable copy")
 
 
-def require_scores(geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int) -> int:
+def require_scores(geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: int, place: Place = HOST) -> int:
     """Check the arguments of scores; returns the window's rows."""
-    require_array("iq", iq, BF16, (None, geometry.index_heads, geometry.index_dim))
-    require_rows(pos0, len(iq))
-    require_cache(geometry, cache, pos0 + len(iq))
-    return len(iq)
+    rows, _, _ = require_array("iq", iq, BF16, (None, geometry.index_heads, geometry.index_dim), place)
+    require_rows(pos0, rows)
+    require_cache(geometry, cache, pos0 + rows, place)
+    return rows
 
 
-def require_select(geometry: Geometry, scores: npt.NDArray[Any], pos0: int) -> int:
+def require_select(geometry: Geometry, scores: npt.NDArray[Any], pos0: int, place: Place = HOST) -> int:
     """Check the arguments of select; returns the window's rows."""
     rows = _leading(scores)
     require_rows(pos0, rows)
-    _require_float("scores", scores, (rows, score_blocks(geometry, pos0, rows)))
+    _require_float("scores", scores, (rows, score_blocks(geometry, pos0, rows)), place)
     return rows
 
 
-def require_chunks(geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists) -> int:
-    """Check the arguments of chunks, each listed key too; returns the rows."""
-    require_array("q", q, BF16, (None, geometry.query_heads, geometry.head_dim))
+def require_chunks(geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, place: Place = HOST) -> int:
+    """Check the arguments of chunks, each listed key too where it may be read; returns the rows."""
+    rows, _, _ = require_array("q", q, BF16, (None, geometry.query_heads, geometry.head_dim), place)
     if not isinstance(lists, KeyLists):
         raise TypeError(f"lists is a {type(lists).__name__}; it must be a KeyLists, from select or KeyLists.dense")
-    rows = len(q)
-    require_array("lists.ids", lists.ids, np.int32, (rows, None))
-    require_array("lists.nk", lists.nk, np.int32, (rows,))
-    require_array("lists.sparse", lists.sparse, np.int32, (rows,))
-    require_cache(geometry, cache, _list_end(lists))
+    require_array("lists.ids", lists.ids, np.int32, (rows, None), place)
+    require_array("lists.nk", lists.nk, np.int32, (rows,), place)
+    require_array("lists.sparse", lists.sparse, np.int32, (rows,), place)
+    require_cache(geometry, cache, _list_end(lists, place), place)
     return rows
 
 
-def require_merge(geometry: Geometry, partials: Partials) -> int:
+def require_merge(geometry: Geometry, partials: Partials, place: Place = HOST) -> int:
     """Check the argument of merge; returns the rows."""
     if not isinstance(partials, Partials):
         raise TypeError(f"partials is a {type(partials).__name__}; it must be a Partials, from chunks")
     heads = geometry.query_heads
-    _require_float("partials.o", partials.o, (None, None, heads, geometry.head_dim))
-    rows, chunks = partials.o.shape[:2]
+    rows, chunks, *_ = _require_float("partials.o", partials.o, (None, None, heads, geometry.head_dim), place)
+    require_aligned("partials.o", partials.o)
     if not chunks:
         raise ValueError(
             "partials hold no chunk; they must hold at least one, the identity (0, -inf, 0) if it is empty"
         )
     for name in ("m", "l"):
-        _require_float(f"partials.{name}", getattr(partials, name), (rows, chunks, heads))
-    return int(rows)
+        _require_float(f"partials.{name}", getattr(partials, name), (rows, chunks, heads), place)
+    return rows
 
 
-def require_gate(geometry: Geometry, out: Bf16Array, projection: Bf16Array) -> int:
+def require_gate(geometry: Geometry, out: Bf16Array, projection: Bf16Array, place: Place = HOST) -> int:
     """Check the arguments of gate; returns the rows."""
-    require_array("projection", projection, BF16, (None, geometry.projection_width))
-    require_array("out", out, BF16, (len(projection), geometry.query_heads, geometry.head_dim))
-    return len(projection)
+    rows, _ = require_array("projection", projection, BF16, (None, geometry.projection_width), place)
+    require_array("out", out, BF16, (rows, geometry.query_heads, geometry.head_dim), place)
+    return rows
 
 
 def require_rows(pos0: int, rows: int) -> None:
@@ -187,8 +236,8 @@ def require_rows(pos0: int, rows: int) -> None:
         raise ValueError(f"position {pos0 + rows - 1} does not fit int32; the last position allowed is {MAX_POSITION}")
 
 
-def require_cache(geometry: Geometry, cache: LayerCache, end: int) -> None:
-    """Raise unless the cache has this geometry and room for positions 0 to end - 1."""
+def require_cache(geometry: Geometry, cache: LayerCache, end: int, place: Place = HOST) -> None:
+    """Raise unless the cache has this geometry, lies in `place` and has room for positions 0 to end - 1."""
     if not isinstance(cache, LayerCache):
         raise TypeError(f"cache is a {type(cache).__name__}; it must be a LayerCache")
     if cache.layout.geometry != geometry:
@@ -196,12 +245,29 @@ def require_cache(geometry: Geometry, cache: LayerCache, end: int) -> None:
             f"the cache is laid out for geometry {cache.layout.geometry}, but the call is for {geometry}; "
             "both must be the same"
         )
-    cache.require(end)
+    cache.require_place(place)
+    if place.may_read:
+        cache.require(end)
+    else:
+        cache.require_room(end)
 
 
-def _list_end(lists: KeyLists) -> int:
-    """One past the last position that any row reads."""
+def _list_end(lists: KeyLists, place: Place) -> int:
+    """One past the last position that any row reads, told by the lists where they may not be read."""
+    if place.may_read:
+        return _read_list_end(lists)
+    if lists.longest is None or lists.end is None:
+        raise ValueError(
+            "lists.longest and lists.end are not told, and these lists cannot be looked at now; give both, or take the "
+            "lists of select or KeyLists.dense"
+        )
+    return lists.end
+
+
+def _read_list_end(lists: KeyLists) -> int:
     nk, sparse, capacity = lists.nk, lists.sparse, lists.ids.shape[1]
+    if lists.longest is not None and nk.max(initial=0) > lists.longest:
+        raise ValueError(f"lists.longest is {lists.longest}; it must be at least {nk.max()}, the largest of lists.nk")
     if not sparse.any() and nk.min(initial=0) >= 0:
         return int(nk.max(initial=0))
     for row in np.flatnonzero((sparse != 0) & (sparse != 1)):
@@ -218,9 +284,16 @@ def _list_end(lists: KeyLists) -> int:
 
 def _leading(array: Any) -> int:
     """Extent of the first axis, 0 for what has none; the array check that follows names the fault."""
-    return len(array) if isinstance(array, np.ndarray) and array.ndim else 0
+    return next(iter(shape_of(array)), 0)
 
 
-def _require_float(name: str, array: Any, shape: tuple[int | None, ...]) -> None:
+def _require_float(name: str, array: Any, shape: tuple[int | None, ...], place: Place) -> tuple[int, ...]:
+    """float64 on the host, or float32, which is what kernels take."""
     wide = isinstance(array, np.ndarray) and array.dtype == np.float64
-    require_array(name, array, np.float64 if wide else np.float32, shape)
+    return require_array(name, array, np.float64 if wide else np.float32, shape, place)
+
+
+def require_fp32(name: str, array: Any) -> None:
+    """Raise ValueError for float64, which the reference takes and a kernel does not."""
+    if isinstance(array, np.ndarray) and array.dtype != np.float32:
+        raise ValueError(f"{name} is {array.dtype}; the kernel takes float32")

@@ -13,6 +13,17 @@ struct Pages {
   int positions;            // positions of a page
 };
 
+#ifdef __CUDACC_RTC__  // NVRTC has no offsetof
+#define KVP_OFFSET(T, member) __INTADDR__(&(static_cast<T*>(nullptr)->member))
+#else
+#define KVP_OFFSET(T, member) __builtin_offsetof(T, member)
+#endif
+
+// It comes from outside, by value: fast/engine.py lays it out the same way.
+static_assert(sizeof(Pages) == 24 && KVP_OFFSET(Pages, table) == 0, "layout of the page argument");
+static_assert(KVP_OFFSET(Pages, page_elements) == 8, "layout of the page argument");
+static_assert(KVP_OFFSET(Pages, positions) == 16, "layout of the page argument");
+
 // Offset of row i, `rows` of which a page holds.
 __device__ __forceinline__ long long row_at(const Pages& pages, int i, int rows, int stride) {
   if (!pages.table) return static_cast<long long>(i) * stride;

@@ -1,0 +1,324 @@
+"""Proved from the compiled code, without a GPU; each fact is seen red on kernels that break it."""
+
+from __future__ import annotations
+
+import pytest
+from compiled import (
+    CONTRACTING,
+    GENERATIONS,
+    LINES,
+    PAGED,
+    all_proofs,
+    contiguous,
+    entries,
+    job,
+    proof,
+    ptx,
+    variants,
+    virtual,
+)
+from kvproof.fast import KernelSources
+from kvproof.fast.engine import GPU_THREADS
+from kvproof.fast.sources import FAMILIES
+from kvproof.oracle.compiled_code import KEEPING
+from kvproof.oracle.cubin import Kernel, Resources, Sass
+from kvproof.oracle.flow import Flow, Step
+from kvproof.oracle.ptx import parse
+from kvproof.oracle.ptx_compare import fma_mismatches, inner_work
+from kvproof.oracle.ptx_facts import ptx_facts
+from kvproof.oracle.records import SMS
+from kvproof.oracle.sass_facts import load_origins, sass_facts
+from kvproof.oracle.toolkits import build
+from kvproof.reference import FLASH_NEXT
+
+KERNELS = (
+    "fn_attn_prep", "fn_attn_prep_media", "fn_qsa_pool", "fn_qsa_pool_media", "fn_qsa_scores", "fn_qsa_select",
+    "fn_attn_chunks", "fn_attn_chunks_ahead", "fn_attn_merge", "fn_attn_gate",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sm", SMS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_claim_holds(kernel, sm):
+    assert all_proofs()[kernel, sm].broken == ()
+
+
+def test_no_kernel_is_left_out():
+    assert {kernel for kernel, _ in all_proofs()} == set(KERNELS)
+
+
+@pytest.mark.parametrize("kernel", KEEPING)
+def test_tiles_are_looked_up_and_loaded_in_loops(kernel):
+    for sm in SMS:
+        facts = all_proofs()[kernel, sm].ptx
+        assert facts.load_loops > 0
+        assert facts.kept_reads == facts.table_reads > 0
+
+
+@pytest.mark.parametrize("sm", SMS)
+def test_the_loads_of_the_machine_code_are_those_of_the_ptx(sm):
+    """A cross-check of the two ways of following an address back."""
+    for kernel in KERNELS:
+        facts = all_proofs()[kernel, sm]
+        assert set(facts.sass.cache_loads) == set(facts.ptx.cache_loads), kernel
+
+
+@pytest.mark.parametrize("sm", SMS)
+def test_shared_memory_is_what_the_ptx_declares(sm):
+    for family in ("scores", "chunks"):
+        built = build(job(KernelSources(), family, sm))
+        declared = {name: entry.shared_bytes for name, entry in parse(built.ptx).items()}
+        assert {name: kernel.resources.shared_bytes for name, kernel in built.kernels.items()} == declared
+
+
+# ---- FMAs ----
+
+
+@pytest.mark.parametrize("sm", GENERATIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fmas_are_where_the_source_names_one(family, sm):
+    variants()
+    sources, arch = KernelSources(), virtual(sm)
+    source = sources.family(family, FLASH_NEXT, threads=GPU_THREADS)
+    assert fma_mismatches(ptx(sources, family, arch, LINES), source) == []
+    with_lines = entries(sources, family, arch, LINES)
+    for name, (entry, _) in entries(sources, family, sm).items():
+        assert entry.code == with_lines[name][0].code, "line numbers changed the code"
+
+
+def test_a_contracted_product_and_sum_is_seen():
+    source = KernelSources().family("prep", FLASH_NEXT, threads=GPU_THREADS)
+    found = fma_mismatches(ptx(KernelSources(), "prep", "compute_90", CONTRACTING), source)
+    assert any("turns[i - half].sin" in line for line in found), found
+
+
+def test_an_fma_that_is_no_fma_is_seen():
+    split = KernelSources().edit("common.cuh", "#pragma once", "#pragma once\n#define fmaf(a, b, c) ((a) * (b) + (c))")
+    found = fma_mismatches(
+        ptx(split, "merge", "compute_90", LINES), split.family("merge", FLASH_NEXT, threads=GPU_THREADS)
+    )
+    assert len(found) == 2, found
+
+
+def test_ptx_without_lines_is_refused():
+    with pytest.raises(ValueError, match="compile it with -lineinfo"):
+        fma_mismatches(
+            ptx(KernelSources(), "gate", "compute_90"), KernelSources().family("gate", FLASH_NEXT, threads=1)
+        )
+
+
+# ---- paged and contiguous ----
+
+
+@pytest.mark.parametrize("sm", GENERATIONS)
+@pytest.mark.parametrize("family", PAGED)
+def test_the_paged_form_loads_and_sums_as_the_contiguous_one(family, sm):
+    variants()
+    flat = entries(contiguous(KernelSources()), family, virtual(sm))
+    for name, (entry, names) in entries(KernelSources(), family, sm).items():
+        assert ptx_facts(flat[name][0], names).table_reads == 0 < ptx_facts(entry, names).table_reads
+        assert inner_work(entry, names) == inner_work(flat[name][0], names), name
+
+
+def test_work_that_hangs_on_the_page_table_is_seen():
+    planted = KernelSources().edit(
+        "scores.cu", "score / root", "(pages.table ? fmaf(score, 1.5f, 0.0f) : score) / root"
+    )
+    flat = entries(contiguous(planted), "scores", "compute_90")["fn_qsa_scores"]
+    entry, names = entries(planted, "scores", "compute_90")["fn_qsa_scores"]
+    assert inner_work(entry, names) != inner_work(flat[0], names)
+
+
+# ---- planted breaks ----
+
+LOOK_UP_PER_LOAD = """for (int i = threadIdx.x; i < count * (width / 8); i += KVP_THREADS) {
+    const int row = i / (width / 8), column = i % (width / 8) * 8;
+    copy8(tile + row * stride + column, pooled + pooled_row(pages, first + row) + column);
+  }"""
+WORD_BY_WORD = """for (int i = 0; i < 4; ++i)
+    reinterpret_cast<unsigned*>(to)[i] = reinterpret_cast<const volatile unsigned*>(from)[i];"""
+
+INDEXED_ARRAY = """float held[40];
+    for (int i = 0; i < 40; ++i) held[i * row % 40] = weight[0] + i;
+    gated[at + head] = round_bf16(held[head]);
+    """
+
+BREAKS = {
+    "look-up-in-a-load-loop": (
+        "scores",
+        ("scores.cu", "stage_rows<width>(tile, pooled, at, count);", LOOK_UP_PER_LOAD),
+        "reads of the page table lie in a loop that loads cache rows",
+    ),
+    "look-up-twice": (
+        "scores",
+        (
+            "scores.cu",
+            "at[i] = pooled_row(pages, first + i)",
+            "at[i] = (pooled_row(pages, first + i) + pooled_row(pages, first + i + 1)) / 2",
+        ),
+        "0 give the one offset of a row",
+    ),
+    "table-ignored": (
+        "scores",
+        ("scores.cu", "pooled_row(pages, first + i)", "(first + i) * KVP_INDEX_DIM"),
+        "the page table is never read",
+    ),
+    "narrow-cache-load": (
+        "scores",
+        (
+            "lanes.cuh",
+            "*reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);",
+            WORD_BY_WORD,
+        ),
+        "loads from a cache in PTX are 4 bytes wide, not 16; loads from a cache in SASS are 4 bytes wide, not 16",
+    ),
+    "fast-exp": (
+        "merge",
+        ("merge.cu", "a = exp_nonpositive(high - top)", "a = __expf(high - top)"),
+        "these operations approximate or flush to zero: ex2.approx.f32",
+    ),
+    "double-precision": (
+        "merge",
+        ("merge.cu", "b * l[part]", "static_cast<float>(static_cast<double>(b) * l[part] + a)"),
+        "2 operations are in double precision",
+    ),
+    "local-array": (
+        "gate",
+        ("gate.cu", "KVP_UNROLL for", INDEXED_ARRAY + "KVP_UNROLL for"),
+        "instructions use local memory",
+    ),
+    "one-of-two-pointers": (
+        "gate",
+        ("gate.cu", "widen8(gates + d)", "widen8(head & row ? out + at + d : gates + d)"),
+        "these loads in PTX come from no pointer argument, or from two: ld.global",
+    ),
+    "pointer-out-of-memory": (
+        "gate",
+        ("gate.cu", "widen8(gates + d)", "widen8(*reinterpret_cast<const bf16* const*>(gates) + d)"),
+        "these loads in SASS come from no pointer argument, or from two: LD",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_planted_break_is_red(name):
+    family, edit, sentence = BREAKS[name]
+    broken = proof(KernelSources().edit(*edit), family).broken
+    assert sentence in "; ".join(broken)
+
+
+def test_a_product_that_may_be_contracted_is_red():
+    broken = proof(KernelSources(), "gate", options=CONTRACTING).broken
+    assert broken == ("these operations do not say that they round to nearest: add.f32, mul.f32",)
+
+
+# ---- reading PTX and machine code ----
+
+
+def ptx_of(body):
+    return f".visible .entry k(\n\t.param .u64 k_param_0,\n\t.param .u64 k_param_1\n)\n{{\n{body}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("call.uni (r), f, (a);", "calls are not followed"),
+        ("brx.idx %r1, table;", "jumps through a register"),
+        ("mov.u32 %r1, 0;", "control leaves the code"),
+        ("?! %r1;", "this line of PTX is not understood"),
+        (".unknown 3; ret;", "this line of PTX is not understood"),
+    ],
+    ids=["call", "indirect", "cut-off", "nonsense", "directive"],
+)
+def test_ptx_that_is_not_understood_is_refused(body, message):
+    with pytest.raises(ValueError, match=message):
+        parse(ptx_of(body))
+
+
+def test_ptx_without_an_entry_is_refused():
+    with pytest.raises(ValueError, match="this PTX has no entry"):
+        parse(".version 8.8")
+
+
+def test_a_generic_load_is_followed_too():
+    body = "ld.param.u64 %rd1, [k_param_0];\nadd.s64 %rd2, %rd1, 8;\nld.v2.u16 {%rs1, %rs2}, [%rd2+4];\nret;"
+    facts = ptx_facts(parse(ptx_of(body))["k"], ("keys", "q"))
+    assert facts.cache_loads == {4: 1}
+
+
+@pytest.mark.parametrize(
+    "opcode", ["add.f32", "add.rz.f32", "cvt.f32.f64", "cvt.rz.f32.s32", "div.full.f32", "mma.sync.f32", "fma.f32x2"]
+)
+def test_an_operation_that_does_not_round_to_nearest_is_seen(opcode):
+    facts = ptx_facts(parse(ptx_of(f"{opcode} %f1, %f2, %f3;\nret;"))["k"], ("keys", "q"))
+    assert facts.unrounded == (opcode,)
+
+
+@pytest.mark.parametrize(
+    "opcode", ["add.rn.f32", "cvt.f64.f32", "cvt.rn.f32.s32", "cvt.rzi.s32.f32", "neg.f32", "selp.f32", "fma.rn.f32x2"]
+)
+def test_an_operation_that_rounds_to_nearest_or_not_at_all_is_let_pass(opcode):
+    facts = ptx_facts(parse(ptx_of(f"{opcode} %f1, %f2, %f3;\nret;"))["k"], ("keys", "q"))
+    assert facts.unrounded == ()
+
+
+def test_loops_are_found_inside_each_other():
+    flow = Flow([Step(), Step(), Step((1,)), Step((0,)), Step(falls=False)])
+    found = {loop.header: {number for block in loop.blocks for number in flow.blocks[block]} for loop in flow.loops}
+    assert found == {0: {0, 1, 2, 3}, 1: {1, 2}}
+
+
+def test_a_loop_that_is_entered_in_its_middle_is_refused():
+    flow = Flow([Step((2,)), Step(), Step((1,)), Step(falls=False)])
+    with pytest.raises(ValueError, match="entered in its middle"):
+        _ = flow.loops
+
+
+NOTHING = Resources(registers=1, shared_bytes=0, stack_bytes=0, local_bytes=0, spill_bytes=0, barriers=0, code_bytes=0)
+
+
+def machine_code(*lines):
+    """A kernel of two pointers, "keys" at 0x160 and "q" at 0x168."""
+    code = []
+    for number, line in enumerate(lines):
+        guard, _, rest = line.rpartition("@")[2].partition(" ") if line.startswith("@") else ("", "", line)
+        opcode, _, operands = rest.partition(" ")
+        code.append(Sass(16 * number, opcode, tuple(x.strip() for x in operands.split(",") if x.strip()), guard))
+    return Kernel(resources=NOTHING, arguments=((0x160, 8), (0x168, 8)), code=tuple(code))
+
+
+KEYS_OR_Q = ("MOV R2, c[0x0][0x160]", "@P0 MOV R2, c[0x0][0x168]")
+
+CODES = {
+    "direct": (("IMAD.WIDE R2, R0, R1, c[0x0][0x160]", "LDG.E.128 R4, [R2.64]", "EXIT"), {"keys"}),
+    "either": ((*KEYS_OR_Q, "LDG.E R4, [R2.64]", "EXIT"), {"keys", "q"}),
+    "same-guard": ((*KEYS_OR_Q, "@P0 LDG.E R4, [R2.64]", "EXIT"), {"q"}),
+    "other-guard": ((*KEYS_OR_Q, "@!P0 LDG.E R4, [R2.64]", "EXIT"), {"keys", "q"}),
+    "guard-set-anew": (
+        (*KEYS_OR_Q, "ISETP.NE.AND P0, PT, R9, RZ, PT", "@P0 LDG.E R4, [R2.64]", "EXIT"),
+        {"keys", "q"},
+    ),
+    "both-guards": (
+        ("@P0 MOV R2, c[0x0][0x168]", "@!P0 MOV R2, c[0x0][0x168]", "LDG.E R4, [R2.64]", "EXIT"),
+        {"q"},
+    ),
+    "around-a-loop": (
+        ("MOV R2, c[0x0][0x160]", "LDG.E R4, [R2.64]", "MOV R2, c[0x0][0x168]", "@P1 BRA 0x10", "EXIT"),
+        {"keys", "q"},
+    ),
+    "behind-a-branch": ((*KEYS_OR_Q, "@P0 BRA 0x40", "EXIT", "LDG.E R4, [R2.64]", "EXIT"), {"q"}),
+    "constants-in-one": (("LDC.128 R4, c[0x0][0x160]", "LDG.E R8, desc[UR4][R6.64+0x10]", "EXIT"), {"q"}),
+    "overwritten-high-half": (("MOV R3, c[0x0][0x160]", "DADD R2, R6, R8", "LDG.E R4, [R3.64]", "EXIT"), set()),
+    "loaded": (("LDG.E.64 R2, [R8.64]", "LDG.E R4, [R2.64]", "EXIT"), set()),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_an_address_is_followed_through_machine_code(name):
+    code, expected = CODES[name]
+    assert load_origins(machine_code(*code), ("keys", "q"))[-1][1] == expected
+
+
+def test_a_jump_through_a_register_is_refused():
+    with pytest.raises(ValueError, match="jumps through a register"):
+        sass_facts(machine_code("BRX R2, 0x0", "EXIT"), ("keys", "q"))
