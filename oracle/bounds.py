@@ -37,6 +37,9 @@ from ..reference.results import Bf16Array, KeyLists, Partials, chunk_count, requ
 from .arithmetic import FP32, Arithmetic
 from .interval import SLACK, Interval, around, between, exact, joined, rounded, stored, times, widened
 
+_overflows = np.errstate(over="ignore", invalid="ignore")
+"""An error that overflows, or that no number tells, becomes a bound that allows everything (`interval.around`)."""
+
 
 @dataclass(frozen=True, eq=False)
 class PrepBound:
@@ -156,6 +159,7 @@ class PartialsBound:
     l: Interval
 
 
+@_overflows
 def chunks(
     geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, arithmetic: Arithmetic = FP32
 ) -> PartialsBound:
@@ -246,15 +250,19 @@ def _chunk(q: FloatArray, keys: FloatArray, values: FloatArray, arithmetic: Arit
     strayed = np.maximum(farthest - drop, drop - nearest) + u * farthest + rescalings * eps
     grown = of_keys(np.where(rescalings == 0, 0.0, np.expm1(strayed)))
     rescale = of_keys(np.exp(-drop))
-    flushed = of_keys(np.where(rescalings == 0, 0.0, arithmetic.exp_floor))
+    flushed = of_keys(rescalings) * arithmetic.exp_floor
 
     order = arithmetic.gamma(_value_depths(sizes, arithmetic))
-    moved = (stray * (1 + grown) * (1 + order) + weight * (grown + order * (1 + grown))) * rescale + flushed
+    further = (1 + grown) * (1 + order)
+    moved = (stray * further + weight * (grown + order * (1 + grown))) * rescale + flushed * (weight + stray) * further
     o_error = moved @ np.abs(values).transpose(1, 0, 2) + 2 * (n + len(starts)) * arithmetic.tiny
 
     exponent = e + np.maximum(end_high - end, end - end_low) + u * (end_high - least) + eps * (1 + of_keys(rescalings))
     order = arithmetic.gamma(_weight_depths(sizes, arithmetic))
-    share = np.exp(s - end) * (np.expm1(exponent) * (1 + order) + order) + arithmetic.exp_floor + flushed
+    grown = np.expm1(exponent)
+    share = np.exp(s - end) * (grown * (1 + order) + order) + (arithmetic.exp_floor + flushed) * (1 + grown) * (
+        1 + order
+    )
     return _Chunk(o_error, share.sum(axis=-1), end_low[..., 0], end_high[..., 0])
 
 
@@ -305,6 +313,7 @@ def attention(geometry: Geometry, bound: PartialsBound, arithmetic: Arithmetic =
     return stored(_merged(bound, arithmetic))
 
 
+@_overflows
 def _merged(part: PartialsBound, arithmetic: Arithmetic) -> Interval:
     """Bound of o / l over merged partials that lie in their intervals; before the rounding to bf16, [R, QH, D].
 
@@ -324,7 +333,7 @@ def _merged(part: PartialsBound, arithmetic: Arithmetic) -> Interval:
     order = arithmetic.gamma(steps.depth)
     scale = np.where(live, np.exp(-drop), 0.0)
     slip = np.exp(shift.max(axis=1))  # the factor that cancels
-    flushed = np.where(steps.scalings == 0, 0.0, arithmetic.exp_floor * slip[:, None])
+    flushed = steps.scalings * arithmetic.exp_floor * slip[:, None] * (1 + omega) * (1 + order)
 
     o, l = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.value), (live, part.l.value)))
     o_stray, l_stray = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.reach), (live, part.l.reach)))
@@ -337,11 +346,11 @@ def _merged(part: PartialsBound, arithmetic: Arithmetic) -> Interval:
         return (1 + omega) * (stray * (1 + order) + np.abs(x) * order)
 
     tiny = 2 * arithmetic.tiny * slip * live.sum(axis=1)
-    l_apart = (apart(l, l_stray, order, omega) * scale + flushed * l).sum(axis=1) + tiny
+    l_apart = (apart(l, l_stray, order, omega) * scale + flushed * (l + l_stray)).sum(axis=1) + tiny
     l_error = l_apart + (omega * l * scale).sum(axis=1)
     o_apart = apart(o, o_stray, order[..., None], omega[..., None]) * scale[..., None]
     together = (omega * scale)[..., None] * np.abs(o - f[:, None] * l[..., None])
-    o_error = (o_apart + together + flushed[..., None] * np.abs(o)).sum(axis=1) + tiny[..., None]
+    o_error = (o_apart + together + flushed[..., None] * (np.abs(o) + o_stray)).sum(axis=1) + tiny[..., None]
 
     least = np.where(empty, 1.0, total - l_error * SLACK)[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -395,14 +404,15 @@ def _sigmoid(x: FloatArray, e: FloatArray) -> FloatArray:
     return np.where(x < 0, e, 1.0) / (1.0 + e)
 
 
+@_overflows
 def plain_attention(
     q: FloatArray, keys: FloatArray, values: FloatArray, scale: float, arithmetic: Arithmetic = FP32
 ) -> Interval:
     """Bound of one row of `reference.attention`, [QH, D], before its result is rounded.
 
-    Weight k is exp(s_k - m), whatever m the kernel subtracts: it errs by e_k, by the roundings of the difference and of
-    exp, and by each later rescaling, at most one for each tile. The shift m is a factor of the value product and of the
-    normaliser, and cancels.
+    Weight k is exp(s_k - m), m the maximum of the scores, or of those so far: it errs by e_k, by the roundings of the
+    difference and of exp, and by each later rescaling, at most one for each tile. The error of m is a factor of the
+    value product and of the normaliser, and cancels.
     """
     value = attention_of(q, keys, values, scale=scale)
     n, kv_heads = keys.shape[:2]
@@ -415,8 +425,9 @@ def plain_attention(
     top = s.max(axis=-1, keepdims=True)
     exponent = e + e.max(axis=-1, keepdims=True) + 2 * u * np.abs(s - top) + (tiles + 1) * (eps + u)
     p = np.exp(s - top)
-    weight = p * np.expm1(exponent) + arithmetic.exp_floor
-    taken = weight * (1 + arithmetic.probability) + p * arithmetic.probability
+    weight = p * np.expm1(exponent) + (tiles + 1) * arithmetic.exp_floor * np.exp(exponent)
+    floor = arithmetic.probability_floor if arithmetic.probability else 0.0
+    taken = weight * (1 + arithmetic.probability) + p * arithmetic.probability + floor
     sums = arithmetic.gamma(_plain_depth(n, tiles, arithmetic.value_lanes, arithmetic))
     o_error = np.einsum("hgn,nhd->hgd", taken + (p + taken) * sums, np.abs(values)) + (n + tiles) * arithmetic.tiny
     l = p.sum(axis=-1, keepdims=True)
