@@ -31,7 +31,7 @@ class Arithmetic:
         turn: relative error of cos and sin.
         probability: unit roundoff of the weights as the value product takes them; 2**-8 for bf16, 0 where they stay in
             the accumulator's format. The block-sparse form rounds them to bf16 by definition, which is carried exactly.
-        probability_floor: absolute error of a weight that is rounded so where that makes it subnormal, as fp16 does early.
+        probability_floor: absolute error of a weight whose rounding makes it subnormal, as fp16 does early.
         fused: products are added by fused multiply-adds, so that they have no rounding of their own.
         dot_lanes: of a dot product over head_dim or index_dim.
         square_lanes: of the sum of squares of a norm.
@@ -41,7 +41,7 @@ class Arithmetic:
             The block-sparse form rescales every 64 keys by definition.
 
     Raises:
-        ValueError: an error that is not in [0, 1), or lanes or a tile that are no whole number from 1.
+        ValueError: an error below 0 or infinite, or lanes or a tile that are no whole number from 1.
     """
 
     unit: float = 2.0**-24
@@ -60,10 +60,8 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         for name in ("unit", "tiny", "exp", "exp_floor", "turn", "probability", "probability_floor"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"arithmetic: {name} is {getattr(self, name)}; an error must be 0 or more, and below 1"
-                )
+            if not 0 <= getattr(self, name) < np.inf:
+                raise ValueError(f"arithmetic: {name} is {getattr(self, name)}; an error must be a number from 0")
         for name in ("dot_lanes", "square_lanes", "value_lanes", "weight_lanes", "tile"):
             count = getattr(self, name)
             if count is not None and not (type(count) is int and count >= 1):

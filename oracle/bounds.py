@@ -212,58 +212,90 @@ def _scored(q: FloatArray, keys: FloatArray, scale: float, arithmetic: Arithmeti
 
 
 def _chunk(q: FloatArray, keys: FloatArray, values: FloatArray, arithmetic: Arithmetic) -> _Chunk:
-    """Errors of the partial of one chunk, q [R, KH, group, D] over keys, values [n, KH, D].
+    """Errors of the partial of one chunk, q [R, KH, group, D] over keys, values [n, KH, D]."""
+    walk = _walk(q, keys, arithmetic)
+    o_error, l_error = _value_error(walk, values, arithmetic), _normaliser_error(walk, arithmetic)
+    return _Chunk(o_error, l_error, walk.low[..., -1], walk.high[..., -1])
 
-    Key k of tile t brings exp(s_k - m_t), rounded to bf16 for o, times exp(m_t - m) by the later rescalings. Its weight
-    for o lies between the bf16 roundings of both ends of exp(s_k - m_t); the rescalings err by what their maxima may,
-    by u times their exponents' sum and by eps for each that may not be exp(0). For l both factors are one,
-    exp(s_k - m), in whose exponent m_t cancels.
+
+class _Walk(NamedTuple):
+    """The walk over a chunk's tiles.
+
+    Scores and their errors e_k, [.., n]; the running maximum after each tile and both its ends, and how many tiles after
+    it may raise it, [.., tiles]; keys of each tile.
     """
-    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
-    n = len(keys)
-    starts = np.arange(0, n, TILE)
-    sizes = np.diff(starts, append=n)
+
+    s: FloatArray
+    e: FloatArray
+    low: FloatArray
+    middle: FloatArray
+    high: FloatArray
+    rescalings: FloatArray
+    sizes: npt.NDArray[np.int64]
+
+    def of_keys(self, x: FloatArray) -> FloatArray:
+        """What each tile has, for each of its keys."""
+        return np.repeat(x, self.sizes, axis=-1)
+
+
+def _walk(q: FloatArray, keys: FloatArray, arithmetic: Arithmetic) -> _Walk:
+    starts = np.arange(0, len(keys), TILE)
     scored = _scored(q, keys, q.shape[-1] ** -0.5, arithmetic)
     s, e = scored.s, scored.error * SLACK
-    least, most = s - e, s + e
 
     def running(x: FloatArray) -> FloatArray:
         highest: FloatArray = np.maximum.accumulate(np.maximum.reduceat(x, starts, axis=-1), axis=-1)
         return highest
 
-    low, middle, high = running(least), running(s), running(most)
-    end_low, end, end_high = low[..., -1:], middle[..., -1:], high[..., -1:]
-    rescalings = _rescalings(np.maximum.reduceat(most, starts, axis=-1), low)
+    low, middle, high = running(s - e), running(s), running(s + e)
+    rescalings = _rescalings(np.maximum.reduceat(s + e, starts, axis=-1), low)
+    return _Walk(s, e, low, middle, high, rescalings, np.diff(starts, append=len(keys)))
 
-    def of_keys(x: FloatArray) -> FloatArray:
-        return np.repeat(x, sizes, axis=-1)
 
-    at_tile = of_keys(middle)
-    p = np.exp(s - at_tile)
-    p_low = np.exp((least - of_keys(high)) * (1 + u)) * (1 - arithmetic.exp) - arithmetic.exp_floor
-    p_high = np.exp(np.minimum(most - of_keys(low), 0.0) * (1 - u)) * (1 + arithmetic.exp) + arithmetic.exp_floor
-    weight = widen(bf16(p))
+def _value_error(walk: _Walk, values: FloatArray, arithmetic: Arithmetic) -> FloatArray:
+    """Error of o, [R, KH, group, D].
+
+    Key k of tile t brings exp(s_k - m_t), rounded to bf16, times exp(m_t - m) by the later rescalings. Its weight lies
+    between the bf16 roundings of both ends of exp(s_k - m_t). The rescalings err by what their maxima may, by u times
+    their exponents' sum, and by eps for each that may not be exp(0).
+    """
+    u, eps, floor = arithmetic.unit, arithmetic.exp, arithmetic.exp_floor
+    at_tile, low, high = (walk.of_keys(x) for x in (walk.middle, walk.low, walk.high))
+    p_low = np.exp((walk.s - walk.e - high) * (1 + u)) * (1 - eps) - floor
+    p_high = np.exp(np.minimum(walk.s + walk.e - low, 0.0) * (1 - u)) * (1 + eps) + floor
+    weight = widen(bf16(np.exp(walk.s - at_tile)))
     stray = np.maximum(widen(bf16(p_high)) - weight, weight - widen(bf16(np.maximum(p_low, 0.0))))
 
-    farthest, nearest = end_high - low, np.maximum(end_low - high, 0.0)
-    drop = end - middle
-    strayed = np.maximum(farthest - drop, drop - nearest) + u * farthest + rescalings * eps
-    grown = of_keys(np.where(rescalings == 0, 0.0, np.expm1(strayed)))
-    rescale = of_keys(np.exp(-drop))
-    flushed = of_keys(rescalings) * arithmetic.exp_floor
+    drop = walk.middle[..., -1:] - walk.middle
+    farthest, nearest = walk.high[..., -1:] - walk.low, np.maximum(walk.low[..., -1:] - walk.high, 0.0)
+    strayed = np.maximum(farthest - drop, drop - nearest) + u * farthest + walk.rescalings * _as_exponent(eps)
+    grown = walk.of_keys(np.where(walk.rescalings == 0, 0.0, np.expm1(strayed)))
+    rescale, flushed = walk.of_keys(np.exp(-drop)), walk.of_keys(walk.rescalings) * floor
 
-    order = arithmetic.gamma(_value_depths(sizes, arithmetic))
-    further = (1 + grown) * (1 + order)
-    moved = (stray * further + weight * (grown + order * (1 + grown))) * rescale + flushed * (weight + stray) * further
-    o_error = moved @ np.abs(values).transpose(1, 0, 2) + 2 * (n + len(starts)) * arithmetic.tiny
+    order = arithmetic.gamma(_value_depths(walk.sizes, arithmetic))
+    later = (1 + grown) * (1 + order)
+    moved = (stray * later + weight * (grown + order * (1 + grown))) * rescale + flushed * (weight + stray) * later
+    steps = walk.s.shape[-1] + len(walk.sizes)
+    error: FloatArray = moved @ np.abs(values).transpose(1, 0, 2) + 2 * steps * arithmetic.tiny
+    return error
 
-    exponent = e + np.maximum(end_high - end, end - end_low) + u * (end_high - least) + eps * (1 + of_keys(rescalings))
-    order = arithmetic.gamma(_weight_depths(sizes, arithmetic))
-    grown = np.expm1(exponent)
-    share = np.exp(s - end) * (grown * (1 + order) + order) + (arithmetic.exp_floor + flushed) * (1 + grown) * (
-        1 + order
-    )
-    return _Chunk(o_error, share.sum(axis=-1), end_low[..., 0], end_high[..., 0])
+
+def _normaliser_error(walk: _Walk, arithmetic: Arithmetic) -> FloatArray:
+    """Error of l, [R, KH, group]: key k brings exp(s_k - m), in whose exponent the maxima between cancel."""
+    low, end, high = (x[..., -1:] for x in (walk.low, walk.middle, walk.high))
+    rescalings = walk.of_keys(walk.rescalings)
+    way = arithmetic.unit * (high - walk.s + walk.e)
+    exponent = walk.e + np.maximum(high - end, end - low) + way + _as_exponent(arithmetic.exp) * (1 + rescalings)
+    grown, order = np.expm1(exponent), arithmetic.gamma(_weight_depths(walk.sizes, arithmetic))
+    floor = (1 + rescalings) * arithmetic.exp_floor * (1 + grown) * (1 + order)
+    share = np.exp(walk.s - end) * (grown * (1 + order) + order) + floor
+    error: FloatArray = share.sum(axis=-1)
+    return error
+
+
+def _as_exponent(relative: float) -> float:
+    """What moves an exponent at least as far as a relative error, up or down: -log(1 - x) <= x (1 + 2 x)."""
+    return relative * (1 + 2 * relative)
 
 
 def _rescalings(tile_most: FloatArray, low: FloatArray) -> FloatArray:
@@ -321,7 +353,7 @@ def _merged(part: PartialsBound, arithmetic: Arithmetic) -> Interval:
     o and l: with f = o / l it moves the quotient by omega_c (o_c - f l_c) / l only. The roundings of sums and products
     are apart for both. The error of m itself is a factor of both and cancels.
     """
-    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
+    u, eps = arithmetic.unit, _as_exponent(arithmetic.exp)
     live = part.l.value != 0
     m, m_low, m_high = (np.where(live, x, -np.inf) for x in (part.m.value, part.m.low, part.m.high))
     with np.errstate(invalid="ignore"):  # broken partials may hold infinities; what follows from them is red
@@ -418,7 +450,7 @@ def plain_attention(
     n, kv_heads = keys.shape[:2]
     if not n:
         return exact(value)
-    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
+    u, eps = arithmetic.unit, _as_exponent(arithmetic.exp)
     tiles = n if arithmetic.tile is None else -(-n // arithmetic.tile)
     s, e = _scored(q.reshape(1, kv_heads, -1, q.shape[-1]), keys, scale, arithmetic)
     s, e = s[0], e[0] * SLACK
