@@ -221,7 +221,7 @@ def _chunk(q: FloatArray, keys: FloatArray, values: FloatArray, arithmetic: Arit
 class _Walk(NamedTuple):
     """The walk over a chunk's tiles.
 
-    Scores and their errors e_k, [.., n]; the running maximum after each tile and both its ends, and how many tiles after
+    Scores and their errors e_k, [.., n]; the running maximum after each tile, both its ends, and how many tiles after
     it may raise it, [.., tiles]; keys of each tile.
     """
 
