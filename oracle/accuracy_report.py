@@ -191,7 +191,8 @@ def _print_aim(console: Console, found: list[Spread]) -> None:
     for one in found:
         if one.tensor.split(".")[0] in ("dense", "merge"):
             met = "above" if one.median > MEDIAN_AIM else "NOT above"
-            console.print(f"{one.tensor} at {MAIN:,} keys: median {one.median:.2g}, {met} the aim, {MEDIAN_AIM}")
+            own = "" if one.decided is None else " (mostly the rounding to bf16)"
+            console.print(f"{one.tensor} at {MAIN:,} keys: median {one.median:.2g}{own}, {met} the aim, {MEDIAN_AIM}")
 
 
 def _print_peer(console: Console, peer: list[Spread] | None) -> None:
@@ -236,7 +237,7 @@ def _print_shares(console: Console, found: dict[str, list[Share]]) -> None:
 
 
 def _print_looseness(console: Console, found: list[Looseness]) -> None:
-    columns = ["error / bound", "before rounding", "broken by constants / "]
+    columns = ["error / bound", "before rounding", "constants may be divided by"]
     table = _table("recorded attacks: the largest errors found", ["output"], columns)
     for one in found:
         table.add_row(one.output, f"{one.ratio:.3f}", f"{one.before:.3f}", f"{one.spare:.2f}")

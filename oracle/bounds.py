@@ -20,11 +20,13 @@ product weights and values whose sum stays below 2**127. Past that an output may
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
 
 from ..reference import attention as attention_of
 from ..reference import scores as reference_scores
@@ -39,6 +41,12 @@ from .interval import SLACK, Interval, around, between, exact, joined, rounded, 
 
 _overflows = np.errstate(over="ignore", invalid="ignore")
 """An error that overflows, or that no number tells, becomes a bound that allows everything (`interval.around`)."""
+
+
+@functools.cache
+def _blas() -> ThreadpoolController:
+    """NumPy's BLAS: products this small take longer on several threads than on one."""
+    return ThreadpoolController().select(user_api="blas")
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,12 +177,13 @@ def chunks(
     l, l_error = np.zeros((2, *shape))
     m, low, high = np.full((3, *shape), -np.inf)
     wide = widen(q).reshape(len(q), geometry.kv_heads, geometry.group, geometry.head_dim)
-    for chunk in range(shape[1]):
-        for rows, positions in runs(lists, chunk):
-            keys, values = widen(cache.read("keys", positions)), widen(cache.read("values", positions))
-            found = (*attend(wide[rows], keys, values), *_chunk(wide[rows], keys, values, arithmetic))
-            for array, part in zip((o, m, l, o_error, l_error, low, high), found, strict=True):
-                array[rows, chunk] = part.reshape(array[rows, chunk].shape)
+    with _blas().limit(limits=1):
+        for chunk in range(shape[1]):
+            for rows, positions in runs(lists, chunk):
+                keys, values = widen(cache.read("keys", positions)), widen(cache.read("values", positions))
+                found = (*attend(wide[rows], keys, values), *_chunk(wide[rows], keys, values, arithmetic))
+                for array, part in zip((o, m, l, o_error, l_error, low, high), found, strict=True):
+                    array[rows, chunk] = part.reshape(array[rows, chunk].shape)
     return PartialsBound(o=around(o, o_error), m=between(m, low, high), l=around(l, l_error))
 
 
@@ -349,46 +358,73 @@ def attention(geometry: Geometry, bound: PartialsBound, arithmetic: Arithmetic =
 def _merged(part: PartialsBound, arithmetic: Arithmetic) -> Interval:
     """Bound of o / l over merged partials that lie in their intervals; before the rounding to bf16, [R, QH, D].
 
-    Chunk c is scaled by exp(m_c - m) in steps whose exponents add up. What errs in that factor, omega_c, errs alike for
-    o and l: with f = o / l it moves the quotient by omega_c (o_c - f l_c) / l only. The roundings of sums and products
-    are apart for both. The error of m itself is a factor of both and cancels.
+    With f = o / l, what errs alike in a chunk's factor for o and for l, omega_c, moves the quotient by
+    omega_c (o_c - f l_c) / l only. The roundings of sums and products are apart for both.
     """
-    u, eps = arithmetic.unit, _as_exponent(arithmetic.exp)
+    u = arithmetic.unit
     live = part.l.value != 0
-    m, m_low, m_high = (np.where(live, x, -np.inf) for x in (part.m.value, part.m.low, part.m.high))
-    with np.errstate(invalid="ignore"):  # broken partials may hold infinities; what follows from them is red
-        shift = np.where(live, np.maximum(m_high - m, m - m_low), 0.0)
-        drop = np.where(live, m.max(axis=1, keepdims=True) - m, 0.0)
-        drop_most = np.where(live, m_high.max(axis=1, keepdims=True) - m_low, 0.0)
-    steps = _merge_steps(m_low, m_high, live, arithmetic.join)
-    omega = np.expm1(shift + u * np.where(steps.scalings == 0, 0.0, drop_most) + steps.scalings * eps)
-    order = arithmetic.gamma(steps.depth)
-    scale = np.where(live, np.exp(-drop), 0.0)
-    slip = np.exp(shift.max(axis=1))  # the factor that cancels
-    flushed = steps.scalings * arithmetic.exp_floor * slip[:, None] * (1 + omega) * (1 + order)
-
-    o, l = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.value), (live, part.l.value)))
-    o_stray, l_stray = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.reach), (live, part.l.reach)))
-    total = (l * scale).sum(axis=1)
+    factors = _factors(part.m, live, arithmetic)
+    o, o_stray = (np.where(live[..., None], x, 0.0) for x in (part.o.value, part.o.reach))
+    l, l_stray = (np.where(live, x, 0.0) for x in (part.l.value, part.l.reach))
+    total = (l * factors.scale).sum(axis=1)
     empty = total == 0
-    safe = np.where(empty, 1.0, total)[..., None]
-    f = (o * scale[..., None]).sum(axis=1) / safe
+    f = (o * factors.scale[..., None]).sum(axis=1) / np.where(empty, 1.0, total)[..., None]
 
-    def apart(x: FloatArray, stray: FloatArray, order: FloatArray, omega: FloatArray) -> FloatArray:
-        return (1 + omega) * (stray * (1 + order) + np.abs(x) * order)
-
-    tiny = 2 * arithmetic.tiny * slip * live.sum(axis=1)
-    l_apart = (apart(l, l_stray, order, omega) * scale + flushed * (l + l_stray)).sum(axis=1) + tiny
-    l_error = l_apart + (omega * l * scale).sum(axis=1)
-    o_apart = apart(o, o_stray, order[..., None], omega[..., None]) * scale[..., None]
-    together = (omega * scale)[..., None] * np.abs(o - f[:, None] * l[..., None])
-    o_error = (o_apart + together + flushed[..., None] * (np.abs(o) + o_stray)).sum(axis=1) + tiny[..., None]
+    l_apart = factors.apart(l, l_stray)
+    l_error = l_apart + (factors.omega * l * factors.scale).sum(axis=1)
+    together = (factors.omega * factors.scale)[..., None] * np.abs(o - f[:, None] * l[..., None])
+    o_error = factors.of_elements().apart(o, o_stray) + together.sum(axis=1)
 
     least = np.where(empty, 1.0, total - l_error * SLACK)[..., None]
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore"):
         error = np.where(least > 0, (o_error + np.abs(f) * l_apart[..., None]) / least, np.inf)
-        error = error * (1 + u) + np.abs(f) * u + arithmetic.tiny
+    error = error * (1 + u) + np.abs(f) * u + arithmetic.tiny
     return around(f, np.where(empty[..., None], 0.0, error))
+
+
+class _Factors(NamedTuple):
+    """What scales each chunk in merge, [R, chunks, QH], and tiny [R, QH], for the products that are subnormal.
+
+    scale is exp(m_c - m); omega its relative error, order that of the roundings of sums and products that follow;
+    flushed what a scaling below exp's range loses of a chunk.
+    """
+
+    scale: FloatArray
+    omega: FloatArray
+    order: FloatArray
+    flushed: FloatArray
+    tiny: FloatArray
+
+    def of_elements(self) -> _Factors:
+        """The same, for arrays that have elements behind the heads."""
+        return _Factors(*(x[..., None] for x in self))
+
+    def apart(self, x: FloatArray, stray: FloatArray) -> FloatArray:
+        """Error of the merged sum of x, which errs by `stray`, without what errs alike for o and l."""
+        rounded = (1 + self.omega) * (stray * (1 + self.order) + np.abs(x) * self.order) * self.scale
+        error: FloatArray = (rounded + self.flushed * (np.abs(x) + stray)).sum(axis=1) + self.tiny
+        return error
+
+
+def _factors(m: Interval, live: npt.NDArray[np.bool_], arithmetic: Arithmetic) -> _Factors:
+    """Chunk c is scaled by exp(m_c - m) in steps whose exponents add up. The error of m is a factor of o and of l
+    alike, and cancels; `slip` bounds it where an absolute error stands beside it.
+    """
+    value, low, high = (np.where(live, x, -np.inf) for x in (m.value, m.low, m.high))
+    shift = np.where(live, np.maximum(high - value, value - low), 0.0)
+    drop = np.where(live, value.max(axis=1, keepdims=True) - value, 0.0)
+    steps = _merge_steps(low, high, live, arithmetic.join)
+    way = np.where(live & (steps.scalings > 0), high.max(axis=1, keepdims=True) - low, 0.0)
+    omega = np.expm1(shift + arithmetic.unit * way + steps.scalings * _as_exponent(arithmetic.exp))
+    order = arithmetic.gamma(steps.depth)
+    slip = np.exp(shift.max(axis=1))
+    return _Factors(
+        scale=np.where(live, np.exp(-drop), 0.0),
+        omega=omega,
+        order=order,
+        flushed=steps.scalings * arithmetic.exp_floor * slip[:, None] * (1 + omega) * (1 + order),
+        tiny=2 * arithmetic.tiny * slip * live.sum(axis=1),
+    )
 
 
 class _Steps(NamedTuple):
@@ -477,8 +513,3 @@ def _plain_depth(n: int, tiles: int, lanes: int | None, arithmetic: Arithmetic) 
         return float(n + tiles)
     inside = arithmetic.product_depths(min(n, arithmetic.tile), lanes)
     return float(inside.max()) + 2 * tiles
-
-
-def stored_as(x: Interval, unit: float, tiny: float) -> Interval:
-    """x as an output of a storage format: its unit roundoff, and half its least subnormal."""
-    return widened(x, unit, tiny)

@@ -253,7 +253,9 @@ def bench_command(
     rounds: Annotated[
         int | None, typer.Option(help=f"Times that each contender runs, in turns. Default {ROUNDS}.")
     ] = None,
-    accuracy: Annotated[bool, typer.Option("--accuracy", help="How tight the bounds are, instead of times.")] = False,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="How tight the bounds are, instead of times: a minute, in a checkout.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """Time rows side by side at Flash Next geometry: contiguous, paged, NumPy, and PyTorch or Triton if there."""

@@ -136,4 +136,4 @@ def roundings(count, width, size):
     A score is `width` products, as many sums, and a scale; two scores, their difference and the running maximum go
     into each weight, as often as it is scaled; then the weights are added.
     """
-    return count + 8 + 4 * (width + 3) * float(size)
+    return count + 8 + 4 * (2 * width + 3) * float(size)

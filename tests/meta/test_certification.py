@@ -328,7 +328,7 @@ def certify_attention(q, keys, values, arithmetic):
 @pytest.mark.parametrize("kind", KINDS + TWO_TILES)
 @pytest.mark.usefixtures("before_rounding")
 def test_attention(kind, width, arithmetic):
-    certify_attention(*attention_data(kind, 100, width), arithmetic)
+    certify_attention(*attention_data(kind, 80, width), arithmetic)
 
 
 @arithmetics
@@ -707,7 +707,7 @@ def attack(q, keys, values, arithmetic):
 @pytest.mark.parametrize("kind", KINDS + TWO_TILES)
 @pytest.mark.usefixtures("before_rounding")
 def test_adversaries_stay_within_the_bounds_of_attention(kind, width, arithmetic):
-    attack(*attention_data(kind, 150, width), arithmetic)
+    attack(*attention_data(kind, 100, width), arithmetic)
 
 
 def singled_out(keys, *columns):

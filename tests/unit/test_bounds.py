@@ -226,6 +226,12 @@ def test_a_rounding_moves_an_interval_only_where_an_end_crosses_a_midpoint():
     assert (got.reach > error + 2.0**-8).all()
 
 
+def test_the_reach_of_a_rounding_is_that_of_the_farther_end():
+    error = np.array([2.0**-8])
+    got = interval.stored(interval.around(np.array([2 - 2.0**-12]), error))
+    assert got.reach == error * interval.SLACK + 2.0**-7
+
+
 @pytest.mark.parametrize("x", [1.0, 1.999, 2.0, -3.5, 2.0**-126, 2.0**-130, 2.0**-133, 3.0e38], ids=str)
 def test_half_an_ulp_is_half_the_spacing_above(x):
     near = np.array([abs(x)]).astype(BF16).view(np.uint16)
