@@ -240,6 +240,11 @@ def test_half_an_ulp_is_half_the_spacing_above(x):
     assert interval.half_ulp(np.array([x])) == spacing / 2
 
 
+def test_zero_is_rounded_to_itself():
+    assert interval.half_ulp(np.array([0.0, -0.0])).tolist() == [0.0, 0.0]
+    assert (interval.stored(interval.exact(np.zeros(3))).reach == 0).all()
+
+
 def test_an_unknown_error_allows_everything():
     value = np.array([1.0, 2.0])
     unknown = interval.around(value, np.array([np.nan, np.inf]))
