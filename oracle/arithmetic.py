@@ -31,6 +31,7 @@ class Arithmetic:
         turn: relative error of cos and sin.
         probability: unit roundoff of the weights as the value product takes them; 2**-8 for bf16, 0 where they stay in
             the accumulator's format. The block-sparse form rounds them to bf16 by definition, which is carried exactly.
+        probability_floor: absolute error of a weight whose rounding makes it subnormal, as fp16 does early.
         fused: products are added by fused multiply-adds, so that they have no rounding of their own.
         dot_lanes: of a dot product over head_dim or index_dim.
         square_lanes: of the sum of squares of a norm.
@@ -40,7 +41,7 @@ class Arithmetic:
             The block-sparse form rescales every 64 keys by definition.
 
     Raises:
-        ValueError: an error below 0, or lanes or a tile below 1.
+        ValueError: an error below 0 or infinite, or lanes or a tile that are no whole number from 1.
     """
 
     unit: float = 2.0**-24
@@ -49,6 +50,7 @@ class Arithmetic:
     exp_floor: float = 2.0**-126
     turn: float = 2.0**-22
     probability: float = 2.0**-8
+    probability_floor: float = 2.0**-25
     fused: bool = False
     dot_lanes: int | None = None
     square_lanes: int | None = None
@@ -57,18 +59,20 @@ class Arithmetic:
     tile: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("unit", "tiny", "exp", "exp_floor", "turn", "probability"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"arithmetic: {name} is {getattr(self, name)}; an error must be 0 or more")
+        for name in ("unit", "tiny", "exp", "exp_floor", "turn", "probability", "probability_floor"):
+            if not 0 <= getattr(self, name) < np.inf:
+                raise ValueError(f"arithmetic: {name} is {getattr(self, name)}; an error must be a number from 0")
         for name in ("dot_lanes", "square_lanes", "value_lanes", "weight_lanes", "tile"):
             count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ValueError(f"arithmetic: {name} is {count}; it must be at least 1, or None where it is not known")
+            if count is not None and not (type(count) is int and count >= 1):
+                raise ValueError(
+                    f"arithmetic: {name} is {count!r}; it must be a whole number from 1, or None where it is not known"
+                )
 
     def gamma(self, n: npt.ArrayLike) -> Any:
-        """Relative error of n roundings on top of each other: n u / (1 - n u), elementwise."""
+        """Relative error of n roundings on top of each other, elementwise: n u / (1 - n u), inf where n u reaches 1."""
         nu = np.multiply(n, self.unit)
-        return nu / (1.0 - nu)
+        return np.where(nu < 1.0, nu / np.where(nu < 1.0, 1.0 - nu, 1.0), np.inf)
 
     def sum_depths(self, n: int, lanes: int | None) -> FloatArray:
         """Additions that round on the way of each of n terms to their sum: float64 [n].

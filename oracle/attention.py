@@ -26,8 +26,8 @@ import numpy.typing as npt
 from ..reference import paged_attention
 from ..reference.layout import KvLayout, KvStyle
 from .arithmetic import Arithmetic
-from .bounds import plain_attention, stored_as
-from .interval import Interval, stacked
+from .bounds import plain_attention
+from .interval import Interval, stacked, widened
 
 Array = npt.NDArray[Any]
 
@@ -266,7 +266,7 @@ class AttentionCase:
         q, k, v = (x.astype(np.float64) for x in (own["q"][inner], keys, values))
         q = q if heads is None else q[heads]
         unrounded = plain_attention(q, k, v, self.head_dim**-0.5 if scale is None else scale, arithmetic)
-        return stored_as(unrounded, *_ROUNDOFF[self.dtype])
+        return widened(unrounded, *_ROUNDOFF[self.dtype])
 
     def reference(self, given: dict[str, Array]) -> Array:
         """What the float64 reference gives for a kernel's arguments: [rows, QH, D]."""

@@ -20,11 +20,13 @@ product weights and values whose sum stays below 2**127. Past that an output may
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
 
 from ..reference import attention as attention_of
 from ..reference import scores as reference_scores
@@ -36,6 +38,15 @@ from ..reference.prep import angles, split
 from ..reference.results import Bf16Array, KeyLists, Partials, chunk_count, require_chunks
 from .arithmetic import FP32, Arithmetic
 from .interval import SLACK, Interval, around, between, exact, joined, rounded, stored, times, widened
+
+_overflows = np.errstate(over="ignore", invalid="ignore")
+"""An error that overflows, or that no number tells, becomes a bound that allows everything (`interval.around`)."""
+
+
+@functools.cache
+def _blas() -> ThreadpoolController:
+    """NumPy's BLAS: products this small take longer on several threads than on one."""
+    return ThreadpoolController().select(user_api="blas")
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +167,7 @@ class PartialsBound:
     l: Interval
 
 
+@_overflows
 def chunks(
     geometry: Geometry, cache: LayerCache, q: Bf16Array, lists: KeyLists, arithmetic: Arithmetic = FP32
 ) -> PartialsBound:
@@ -165,12 +177,13 @@ def chunks(
     l, l_error = np.zeros((2, *shape))
     m, low, high = np.full((3, *shape), -np.inf)
     wide = widen(q).reshape(len(q), geometry.kv_heads, geometry.group, geometry.head_dim)
-    for chunk in range(shape[1]):
-        for rows, positions in runs(lists, chunk):
-            keys, values = widen(cache.read("keys", positions)), widen(cache.read("values", positions))
-            found = (*attend(wide[rows], keys, values), *_chunk(wide[rows], keys, values, arithmetic))
-            for array, part in zip((o, m, l, o_error, l_error, low, high), found, strict=True):
-                array[rows, chunk] = part.reshape(array[rows, chunk].shape)
+    with _blas().limit(limits=1):
+        for chunk in range(shape[1]):
+            for rows, positions in runs(lists, chunk):
+                keys, values = widen(cache.read("keys", positions)), widen(cache.read("values", positions))
+                found = (*attend(wide[rows], keys, values), *_chunk(wide[rows], keys, values, arithmetic))
+                for array, part in zip((o, m, l, o_error, l_error, low, high), found, strict=True):
+                    array[rows, chunk] = part.reshape(array[rows, chunk].shape)
     return PartialsBound(o=around(o, o_error), m=between(m, low, high), l=around(l, l_error))
 
 
@@ -208,54 +221,90 @@ def _scored(q: FloatArray, keys: FloatArray, scale: float, arithmetic: Arithmeti
 
 
 def _chunk(q: FloatArray, keys: FloatArray, values: FloatArray, arithmetic: Arithmetic) -> _Chunk:
-    """Errors of the partial of one chunk, q [R, KH, group, D] over keys, values [n, KH, D].
+    """Errors of the partial of one chunk, q [R, KH, group, D] over keys, values [n, KH, D]."""
+    walk = _walk(q, keys, arithmetic)
+    o_error, l_error = _value_error(walk, values, arithmetic), _normaliser_error(walk, arithmetic)
+    return _Chunk(o_error, l_error, walk.low[..., -1], walk.high[..., -1])
 
-    Key k of tile t brings exp(s_k - m_t), rounded to bf16 for o, times exp(m_t - m) by the later rescalings. Its weight
-    for o lies between the bf16 roundings of both ends of exp(s_k - m_t); the rescalings err by what their maxima may,
-    by u times their exponents' sum and by eps for each that may not be exp(0). For l both factors are one,
-    exp(s_k - m), in whose exponent m_t cancels.
+
+class _Walk(NamedTuple):
+    """The walk over a chunk's tiles.
+
+    Scores and their errors e_k, [.., n]; the running maximum after each tile, both its ends, and how many tiles after
+    it may raise it, [.., tiles]; keys of each tile.
     """
-    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
-    n = len(keys)
-    starts = np.arange(0, n, TILE)
-    sizes = np.diff(starts, append=n)
+
+    s: FloatArray
+    e: FloatArray
+    low: FloatArray
+    middle: FloatArray
+    high: FloatArray
+    rescalings: FloatArray
+    sizes: npt.NDArray[np.int64]
+
+    def of_keys(self, x: FloatArray) -> FloatArray:
+        """What each tile has, for each of its keys."""
+        return np.repeat(x, self.sizes, axis=-1)
+
+
+def _walk(q: FloatArray, keys: FloatArray, arithmetic: Arithmetic) -> _Walk:
+    starts = np.arange(0, len(keys), TILE)
     scored = _scored(q, keys, q.shape[-1] ** -0.5, arithmetic)
     s, e = scored.s, scored.error * SLACK
-    least, most = s - e, s + e
 
     def running(x: FloatArray) -> FloatArray:
         highest: FloatArray = np.maximum.accumulate(np.maximum.reduceat(x, starts, axis=-1), axis=-1)
         return highest
 
-    low, middle, high = running(least), running(s), running(most)
-    end_low, end, end_high = low[..., -1:], middle[..., -1:], high[..., -1:]
-    rescalings = _rescalings(np.maximum.reduceat(most, starts, axis=-1), low)
+    low, middle, high = running(s - e), running(s), running(s + e)
+    rescalings = _rescalings(np.maximum.reduceat(s + e, starts, axis=-1), low)
+    return _Walk(s, e, low, middle, high, rescalings, np.diff(starts, append=len(keys)))
 
-    def of_keys(x: FloatArray) -> FloatArray:
-        return np.repeat(x, sizes, axis=-1)
 
-    at_tile = of_keys(middle)
-    p = np.exp(s - at_tile)
-    p_low = np.exp((least - of_keys(high)) * (1 + u)) * (1 - arithmetic.exp) - arithmetic.exp_floor
-    p_high = np.exp(np.minimum(most - of_keys(low), 0.0) * (1 - u)) * (1 + arithmetic.exp) + arithmetic.exp_floor
-    weight = widen(bf16(p))
+def _value_error(walk: _Walk, values: FloatArray, arithmetic: Arithmetic) -> FloatArray:
+    """Error of o, [R, KH, group, D].
+
+    Key k of tile t brings exp(s_k - m_t), rounded to bf16, times exp(m_t - m) by the later rescalings. Its weight lies
+    between the bf16 roundings of both ends of exp(s_k - m_t). The rescalings err by what their maxima may, by u times
+    their exponents' sum, and by eps for each that may not be exp(0).
+    """
+    u, eps, floor = arithmetic.unit, arithmetic.exp, arithmetic.exp_floor
+    at_tile, low, high = (walk.of_keys(x) for x in (walk.middle, walk.low, walk.high))
+    p_low = np.exp((walk.s - walk.e - high) * (1 + u)) * (1 - eps) - floor
+    p_high = np.exp(np.minimum(walk.s + walk.e - low, 0.0) * (1 - u)) * (1 + eps) + floor
+    weight = widen(bf16(np.exp(walk.s - at_tile)))
     stray = np.maximum(widen(bf16(p_high)) - weight, weight - widen(bf16(np.maximum(p_low, 0.0))))
 
-    farthest, nearest = end_high - low, np.maximum(end_low - high, 0.0)
-    drop = end - middle
-    strayed = np.maximum(farthest - drop, drop - nearest) + u * farthest + rescalings * eps
-    grown = of_keys(np.where(rescalings == 0, 0.0, np.expm1(strayed)))
-    rescale = of_keys(np.exp(-drop))
-    flushed = of_keys(np.where(rescalings == 0, 0.0, arithmetic.exp_floor))
+    drop = walk.middle[..., -1:] - walk.middle
+    farthest, nearest = walk.high[..., -1:] - walk.low, np.maximum(walk.low[..., -1:] - walk.high, 0.0)
+    strayed = np.maximum(farthest - drop, drop - nearest) + u * farthest + walk.rescalings * _as_exponent(eps)
+    grown = walk.of_keys(np.where(walk.rescalings == 0, 0.0, np.expm1(strayed)))
+    rescale, flushed = walk.of_keys(np.exp(-drop)), walk.of_keys(walk.rescalings) * floor
 
-    order = arithmetic.gamma(_value_depths(sizes, arithmetic))
-    moved = (stray * (1 + grown) * (1 + order) + weight * (grown + order * (1 + grown))) * rescale + flushed
-    o_error = moved @ np.abs(values).transpose(1, 0, 2) + 2 * (n + len(starts)) * arithmetic.tiny
+    order = arithmetic.gamma(_value_depths(walk.sizes, arithmetic))
+    later = (1 + grown) * (1 + order)
+    moved = (stray * later + weight * (grown + order * (1 + grown))) * rescale + flushed * (weight + stray) * later
+    steps = walk.s.shape[-1] + len(walk.sizes)
+    error: FloatArray = moved @ np.abs(values).transpose(1, 0, 2) + 2 * steps * arithmetic.tiny
+    return error
 
-    exponent = e + np.maximum(end_high - end, end - end_low) + u * (end_high - least) + eps * (1 + of_keys(rescalings))
-    order = arithmetic.gamma(_weight_depths(sizes, arithmetic))
-    share = np.exp(s - end) * (np.expm1(exponent) * (1 + order) + order) + arithmetic.exp_floor + flushed
-    return _Chunk(o_error, share.sum(axis=-1), end_low[..., 0], end_high[..., 0])
+
+def _normaliser_error(walk: _Walk, arithmetic: Arithmetic) -> FloatArray:
+    """Error of l, [R, KH, group]: key k brings exp(s_k - m), in whose exponent the maxima between cancel."""
+    low, end, high = (x[..., -1:] for x in (walk.low, walk.middle, walk.high))
+    rescalings = walk.of_keys(walk.rescalings)
+    way = arithmetic.unit * (high - walk.s + walk.e)
+    exponent = walk.e + np.maximum(high - end, end - low) + way + _as_exponent(arithmetic.exp) * (1 + rescalings)
+    grown, order = np.expm1(exponent), arithmetic.gamma(_weight_depths(walk.sizes, arithmetic))
+    floor = (1 + rescalings) * arithmetic.exp_floor * (1 + grown) * (1 + order)
+    share = np.exp(walk.s - end) * (grown * (1 + order) + order) + floor
+    error: FloatArray = share.sum(axis=-1)
+    return error
+
+
+def _as_exponent(relative: float) -> float:
+    """What moves an exponent at least as far as a relative error, up or down: -log(1 - x) <= x (1 + 2 x)."""
+    return relative * (1 + 2 * relative)
 
 
 def _rescalings(tile_most: FloatArray, low: FloatArray) -> FloatArray:
@@ -305,49 +354,77 @@ def attention(geometry: Geometry, bound: PartialsBound, arithmetic: Arithmetic =
     return stored(_merged(bound, arithmetic))
 
 
+@_overflows
 def _merged(part: PartialsBound, arithmetic: Arithmetic) -> Interval:
     """Bound of o / l over merged partials that lie in their intervals; before the rounding to bf16, [R, QH, D].
 
-    Chunk c is scaled by exp(m_c - m) in steps whose exponents add up. What errs in that factor, omega_c, errs alike for
-    o and l: with f = o / l it moves the quotient by omega_c (o_c - f l_c) / l only. The roundings of sums and products
-    are apart for both. The error of m itself is a factor of both and cancels.
+    With f = o / l, what errs alike in a chunk's factor for o and for l, omega_c, moves the quotient by
+    omega_c (o_c - f l_c) / l only. The roundings of sums and products are apart for both.
     """
-    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
+    u = arithmetic.unit
     live = part.l.value != 0
-    m, m_low, m_high = (np.where(live, x, -np.inf) for x in (part.m.value, part.m.low, part.m.high))
-    with np.errstate(invalid="ignore"):  # broken partials may hold infinities; what follows from them is red
-        shift = np.where(live, np.maximum(m_high - m, m - m_low), 0.0)
-        drop = np.where(live, m.max(axis=1, keepdims=True) - m, 0.0)
-        drop_most = np.where(live, m_high.max(axis=1, keepdims=True) - m_low, 0.0)
-    steps = _merge_steps(m_low, m_high, live, arithmetic.join)
-    omega = np.expm1(shift + u * np.where(steps.scalings == 0, 0.0, drop_most) + steps.scalings * eps)
-    order = arithmetic.gamma(steps.depth)
-    scale = np.where(live, np.exp(-drop), 0.0)
-    slip = np.exp(shift.max(axis=1))  # the factor that cancels
-    flushed = np.where(steps.scalings == 0, 0.0, arithmetic.exp_floor * slip[:, None])
-
-    o, l = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.value), (live, part.l.value)))
-    o_stray, l_stray = (np.where(where, x, 0.0) for where, x in ((live[..., None], part.o.reach), (live, part.l.reach)))
-    total = (l * scale).sum(axis=1)
+    factors = _factors(part.m, live, arithmetic)
+    o, o_stray = (np.where(live[..., None], x, 0.0) for x in (part.o.value, part.o.reach))
+    l, l_stray = (np.where(live, x, 0.0) for x in (part.l.value, part.l.reach))
+    total = (l * factors.scale).sum(axis=1)
     empty = total == 0
-    safe = np.where(empty, 1.0, total)[..., None]
-    f = (o * scale[..., None]).sum(axis=1) / safe
+    f = (o * factors.scale[..., None]).sum(axis=1) / np.where(empty, 1.0, total)[..., None]
 
-    def apart(x: FloatArray, stray: FloatArray, order: FloatArray, omega: FloatArray) -> FloatArray:
-        return (1 + omega) * (stray * (1 + order) + np.abs(x) * order)
-
-    tiny = 2 * arithmetic.tiny * slip * live.sum(axis=1)
-    l_apart = (apart(l, l_stray, order, omega) * scale + flushed * l).sum(axis=1) + tiny
-    l_error = l_apart + (omega * l * scale).sum(axis=1)
-    o_apart = apart(o, o_stray, order[..., None], omega[..., None]) * scale[..., None]
-    together = (omega * scale)[..., None] * np.abs(o - f[:, None] * l[..., None])
-    o_error = (o_apart + together + flushed[..., None] * np.abs(o)).sum(axis=1) + tiny[..., None]
+    l_apart = factors.apart(l, l_stray)
+    l_error = l_apart + (factors.omega * l * factors.scale).sum(axis=1)
+    together = (factors.omega * factors.scale)[..., None] * np.abs(o - f[:, None] * l[..., None])
+    o_error = factors.of_elements().apart(o, o_stray) + together.sum(axis=1)
 
     least = np.where(empty, 1.0, total - l_error * SLACK)[..., None]
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore"):
         error = np.where(least > 0, (o_error + np.abs(f) * l_apart[..., None]) / least, np.inf)
-        error = error * (1 + u) + np.abs(f) * u + arithmetic.tiny
+    error = error * (1 + u) + np.abs(f) * u + arithmetic.tiny
     return around(f, np.where(empty[..., None], 0.0, error))
+
+
+class _Factors(NamedTuple):
+    """What scales each chunk in merge, [R, chunks, QH], and tiny [R, QH], for the products that are subnormal.
+
+    scale is exp(m_c - m); omega its relative error, order that of the roundings of sums and products that follow;
+    flushed what a scaling below exp's range loses of a chunk.
+    """
+
+    scale: FloatArray
+    omega: FloatArray
+    order: FloatArray
+    flushed: FloatArray
+    tiny: FloatArray
+
+    def of_elements(self) -> _Factors:
+        """The same, for arrays that have elements behind the heads."""
+        return _Factors(*(x[..., None] for x in self))
+
+    def apart(self, x: FloatArray, stray: FloatArray) -> FloatArray:
+        """Error of the merged sum of x, which errs by `stray`, without what errs alike for o and l."""
+        rounded = (1 + self.omega) * (stray * (1 + self.order) + np.abs(x) * self.order) * self.scale
+        error: FloatArray = (rounded + self.flushed * (np.abs(x) + stray)).sum(axis=1) + self.tiny
+        return error
+
+
+def _factors(m: Interval, live: npt.NDArray[np.bool_], arithmetic: Arithmetic) -> _Factors:
+    """Chunk c is scaled by exp(m_c - m) in steps whose exponents add up. The error of m is a factor of o and of l
+    alike, and cancels; `slip` bounds it where an absolute error stands beside it.
+    """
+    value, low, high = (np.where(live, x, -np.inf) for x in (m.value, m.low, m.high))
+    shift = np.where(live, np.maximum(high - value, value - low), 0.0)
+    drop = np.where(live, value.max(axis=1, keepdims=True) - value, 0.0)
+    steps = _merge_steps(low, high, live, arithmetic.join)
+    way = np.where(live & (steps.scalings > 0), high.max(axis=1, keepdims=True) - low, 0.0)
+    omega = np.expm1(shift + arithmetic.unit * way + steps.scalings * _as_exponent(arithmetic.exp))
+    order = arithmetic.gamma(steps.depth)
+    slip = np.exp(shift.max(axis=1))
+    return _Factors(
+        scale=np.where(live, np.exp(-drop), 0.0),
+        omega=omega,
+        order=order,
+        flushed=steps.scalings * arithmetic.exp_floor * slip[:, None] * (1 + omega) * (1 + order),
+        tiny=2 * arithmetic.tiny * slip * live.sum(axis=1),
+    )
 
 
 class _Steps(NamedTuple):
@@ -395,28 +472,30 @@ def _sigmoid(x: FloatArray, e: FloatArray) -> FloatArray:
     return np.where(x < 0, e, 1.0) / (1.0 + e)
 
 
+@_overflows
 def plain_attention(
     q: FloatArray, keys: FloatArray, values: FloatArray, scale: float, arithmetic: Arithmetic = FP32
 ) -> Interval:
     """Bound of one row of `reference.attention`, [QH, D], before its result is rounded.
 
-    Weight k is exp(s_k - m), whatever m the kernel subtracts: it errs by e_k, by the roundings of the difference and of
-    exp, and by each later rescaling, at most one for each tile. The shift m is a factor of the value product and of the
-    normaliser, and cancels.
+    Weight k is exp(s_k - m), m the maximum of the scores, or of those so far: it errs by e_k, by the roundings of the
+    difference and of exp, and by each later rescaling, at most one for each tile. The error of m is a factor of the
+    value product and of the normaliser, and cancels.
     """
     value = attention_of(q, keys, values, scale=scale)
     n, kv_heads = keys.shape[:2]
     if not n:
         return exact(value)
-    u, eps = arithmetic.unit, arithmetic.exp * (1 + 2 * arithmetic.exp)
+    u, eps = arithmetic.unit, _as_exponent(arithmetic.exp)
     tiles = n if arithmetic.tile is None else -(-n // arithmetic.tile)
     s, e = _scored(q.reshape(1, kv_heads, -1, q.shape[-1]), keys, scale, arithmetic)
     s, e = s[0], e[0] * SLACK
     top = s.max(axis=-1, keepdims=True)
     exponent = e + e.max(axis=-1, keepdims=True) + 2 * u * np.abs(s - top) + (tiles + 1) * (eps + u)
     p = np.exp(s - top)
-    weight = p * np.expm1(exponent) + arithmetic.exp_floor
-    taken = weight * (1 + arithmetic.probability) + p * arithmetic.probability
+    weight = p * np.expm1(exponent) + (tiles + 1) * arithmetic.exp_floor * np.exp(exponent)
+    floor = arithmetic.probability_floor if arithmetic.probability else 0.0
+    taken = weight * (1 + arithmetic.probability) + p * arithmetic.probability + floor
     sums = arithmetic.gamma(_plain_depth(n, tiles, arithmetic.value_lanes, arithmetic))
     o_error = np.einsum("hgn,nhd->hgd", taken + (p + taken) * sums, np.abs(values)) + (n + tiles) * arithmetic.tiny
     l = p.sum(axis=-1, keepdims=True)
@@ -434,8 +513,3 @@ def _plain_depth(n: int, tiles: int, lanes: int | None, arithmetic: Arithmetic) 
         return float(n + tiles)
     inside = arithmetic.product_depths(min(n, arithmetic.tile), lanes)
     return float(inside.max()) + 2 * tiles
-
-
-def stored_as(x: Interval, unit: float, tiny: float) -> Interval:
-    """x as an output of a storage format: its unit roundoff, and half its least subnormal."""
-    return widened(x, unit, tiny)

@@ -16,14 +16,18 @@ from rich.table import Table
 from rich.text import Text
 from threadpoolctl import threadpool_limits
 
-from ..fast import ORDERS, CacheError, CompileError, HostBackend
+from ..fast import ORDERS, CacheError, CompileError, Engine, HostBackend
 from ..fast.sources import FAMILIES
-from ..reference.geometry import PRESETS
+from ..reference.geometry import PRESETS, Geometry
+from .accuracy_report import PEER, accuracy_json, measure, print_accuracy
 from .bench import ROUNDS, Timing, bench
 from .cases import PAGE_SIZES, QUICK, at_check, cases
 from .contract import Plan, check
 from .cubin import CubinError
 from .diagnosis import diagnose
+from .digests import Comparison, Digests, compare, digests, digests_json
+from .digests import read as read_digests
+from .digests import write as write_digests
 from .fault_report import matrix_json, mutants_json, print_matrix, print_mutants
 from .faults import chosen as chosen_faults
 from .fixture_set import holds_set
@@ -32,11 +36,14 @@ from .fixtures import DEFAULT_FORMS, DEFAULT_PAGES, FORMS, Recipe, write
 from .gpu_cli import gpu_check_command
 from .hunt import hunt
 from .judge import load_failure, load_window_failure, wrong_elements
+from .memory import FastKernels
 from .mutant_judge import portable
 from .mutants import mutants, run_mutants, sample
 from .operations import OPERATIONS
 from .peer import Verdict, verify
 from .records_cli import records_app
+from .reference_judge import print_reference_mutants, run_reference_mutants
+from .reference_mutants import reference_mutants, reference_texts
 from .report import GATES, Report, write_json
 from .terminal import Json, choose, console, errors, geometry_named, progress, require_writable
 from .variants import TIMEOUT_S, Variant, host_variants
@@ -54,7 +61,6 @@ app = typer.Typer(
 fixtures_app = typer.Typer(help="Files of inputs and outputs.", no_args_is_help=True)
 app.add_typer(fixtures_app, name="fixtures")
 app.add_typer(records_app, name="records")
-app.command("gpu-check")(gpu_check_command)
 
 _Found = TypeVar("_Found", Finding, Verdict)
 
@@ -177,6 +183,38 @@ def verify_command(
     raise typer.Exit(0 if green else 1)
 
 
+@fixtures_app.command("digests")
+def digests_command(
+    geometry: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(PRESETS)}; may be repeated. Default all.")
+    ] = None,
+    file: Annotated[Path, typer.Option(help="The recorded digests.")] = Path("fixtures/digests.json"),
+    update: Annotated[bool, typer.Option("--update", help="Record what the kernels give now.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Hold a digest of each kernel's bits against the recorded one, so that a change of arithmetic is deliberate."""
+    names = tuple(dict.fromkeys(choose("--geometry", name, tuple(PRESETS)) for name in geometry or PRESETS))
+    require_writable(json_file)
+    recorded = read_digests(file, new=update)
+    host = HostBackend(timeout_s=TIMEOUT_S)
+    variant = host_variants(seed=0, backend=host)[0]
+    found = {name: _digests_of(geometry_named(name), variant) for name in names}
+    compared = [one for name in names for one in compare(name, recorded.get(name), found[name])]
+    if update:
+        write_digests(file, recorded | found)
+    green = _print_digests(host.compiler.name, found, compared, file if update else None)
+    if json_file is not None:
+        write_json(json_file, digests_json(found, compared))
+    raise typer.Exit(0 if green or update else 1)
+
+
+def _digests_of(geometry: Geometry, variant: Variant) -> Digests:
+    shape = at_check(geometry)
+    with progress(len(FAMILIES) + len(cases(shape)), "digests") as advance:
+        variant.prepare(shape, lambda family: advance(f"compiled {family}"))
+        return digests(shape, variant.kernels, progress=lambda case: advance(f"{shape.name}: {case}"))
+
+
 @app.command("explain")
 def explain_command(
     file: Annotated[Path, typer.Argument(help="A failure that a test saved, such as .kvproof/failures/NAME.json.")],
@@ -200,18 +238,35 @@ def explain_command(
 
 @app.command("bench")
 def bench_command(
-    rounds: Annotated[int, typer.Option(help="Times that each contender runs, in turns.")] = ROUNDS,
+    rounds: Annotated[
+        int | None, typer.Option(help=f"Times that each contender runs, in turns. Default {ROUNDS}.")
+    ] = None,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="How tight the bounds are, instead of times: a minute, in a checkout.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """Time rows side by side at Flash Next geometry: contiguous, paged, NumPy, and PyTorch or Triton if there."""
-    if rounds < 1:
-        raise ValueError(f"--rounds is {rounds}; it must be at least 1")
+    if rounds is not None and (rounds < 1 or accuracy):
+        allowed = "left out with --accuracy, which times nothing" if accuracy else "at least 1"
+        raise ValueError(f"--rounds is {rounds}; it must be {allowed}")
     require_writable(json_file)
+    if accuracy:
+        raise typer.Exit(0 if _accuracy(json_file) else 1)
     with progress(None, "bench") as advance:
-        timings, absent = bench(rounds=rounds, progress=advance)
+        timings, absent = bench(rounds=rounds or ROUNDS, progress=advance)
     _print_timings(timings, absent)
     if json_file is not None:
         write_json(json_file, {"format": "kvproof bench", "timings": [asdict(t) for t in timings], "absent": absent})
+
+
+def _accuracy(json_file: Path | None) -> bool:
+    with progress(None, "accuracy") as advance, threadpool_limits(1):
+        found = measure(FastKernels(Engine()), peer=PEER, progress=advance)
+    green = print_accuracy(console, found)
+    if json_file is not None:
+        write_json(json_file, accuracy_json(found))
+    return green
 
 
 @app.command("faults")
@@ -238,7 +293,12 @@ def faults_command(
 
 @app.command("mutants")
 def mutants_command(
-    file: Annotated[list[str] | None, typer.Option(help="Only this source, such as pool.cu; may be repeated.")] = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Mutants of the reference, seen by tests/meta; in a checkout.")
+    ] = False,
+    file: Annotated[
+        list[str] | None, typer.Option(help="Only this source, such as pool.cu or pool.py; may be repeated.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Only so many, drawn by the seed.")] = None,
     seed: Annotated[int, typer.Option(help="Of the mutants drawn.")] = 0,
     jobs: Annotated[int, typer.Option(help="Mutants at a time.")] = 2,
@@ -248,15 +308,20 @@ def mutants_command(
     _require_jobs(seed, jobs)
     if limit is not None and limit < 1:
         raise ValueError(f"--limit is {limit}; it must be at least 1")
-    drawn = sample(list(mutants(portable(), file or ())), limit, seed=seed)
+    every = reference_mutants(reference_texts(), file or ()) if reference else mutants(portable(), file or ())
+    drawn = sample(list(every), limit, seed=seed)
     require_writable(json_file)
     started = time.monotonic()
+    run, tell = (run_reference_mutants, print_reference_mutants) if reference else (run_mutants, print_mutants)
     with progress(len(drawn), "mutants") as advance:
-        judged = run_mutants(drawn, jobs=jobs, progress=lambda one: advance(f"{one.mutant}: {one.status}"))
-    print_mutants(console, judged, time.monotonic() - started)
+        judged = run(drawn, jobs=jobs, progress=lambda one: advance(f"{one.mutant}: {one.status}"))
+    tell(console, judged, time.monotonic() - started)
     if json_file is not None:
         write_json(json_file, mutants_json(judged, seed))
     raise typer.Exit(1 if any(one.status == "survived" for one in judged) else 0)
+
+
+app.command("gpu-check")(gpu_check_command)
 
 
 def _require_jobs(seed: int, jobs: int) -> None:
@@ -384,6 +449,43 @@ def _print_findings(findings: list[Finding]) -> None:
             style="bold red" if red else "bold green",
         )
     )
+
+
+def _print_digests(
+    compiler: str, found: dict[str, Digests], compared: list[Comparison], recorded_in: Path | None
+) -> bool:
+    """The table, each difference in words, and the verdict; returns whether all is as it was recorded."""
+    table = Table(title=f"digests of the kernels' bits, by {compiler}")
+    for name in ("kernel", *found):
+        table.add_column(name)
+    for kernel in dict.fromkeys(one.kernel for one in compared):
+        states = {name: [c for c in compared if (c.geometry, c.kernel) == (name, kernel)] for name in found}
+        table.add_row(kernel, *(_digest_cell(found[name], kernel, of) for name, of in states.items()))
+    console.print(table)
+    differing = [one for one in compared if one.state != "same"]
+    for one in differing:
+        console.print(Text(str(one), style="red"))
+    every = {(one.geometry, one.kernel) for one in compared}
+    count = f"{len({(one.geometry, one.kernel) for one in differing})} of {len(every)} digests"
+    if recorded_in is not None:
+        console.print(Text(f"recorded in {recorded_in}: {count} changed", style="bold"))
+    elif differing:
+        told = (
+            f"RED: {count} are not as recorded; if that is meant, accept it with "
+            "`kvproof fixtures digests --update`, and commit the file with the reason"
+        )
+        console.print(Text(told, style="bold red"))
+    else:
+        console.print(Text(f"GREEN: {len(every)} digests as recorded", style="bold green"))
+    return not differing
+
+
+def _digest_cell(found: Digests, kernel: str, compared: list[Comparison]) -> Text:
+    """A kernel's digest over all cases, where they are as recorded; else how they differ."""
+    differing = [f"{one.state} ({len(one.cases)})" for one in compared if one.state != "same"]
+    if differing or not compared:
+        return Text(", ".join(differing), style="bold red")
+    return Text(f"same {found.whole(kernel)}", style="green")
 
 
 def _print_timings(timings: list[Timing], absent: dict[str, str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from ..fast.engine import GPU_THREADS
 from ..reference.geometry import FLASH_NEXT, TINY, Geometry
 from .cases import PAGE_SIZES, at_check, cases
 from .contract import Plan, check
+from .digests import Comparison, compare, digests, read
 from .gpu_found import ROOT, Clock, Found, TimeUpError
 from .gpu_kernels import DeviceKernels, GuardedDevice, cuda_variants
 from .report import Report
@@ -108,17 +108,16 @@ def digests_on_device(clock: Clock) -> Found:
 
 def compared_digests(file: Path, backend: Backend, geometries: tuple[Geometry, ...], clock: Clock) -> Found:
     """Hash what every kernel gives on a device, and compare with a file of recorded digests."""
-    ours = importlib.import_module(".digests", __package__)
-    recorded = ours.read(file)
+    recorded = read(file)
     kernels = DeviceKernels(GuardedDevice(backend, threads=GPU_THREADS, poison=0xFF))
-    compared: list[Any] = []
+    compared: list[Comparison] = []
 
     def told(case: str) -> None:
         clock.save({"compared": [asdict(one) for one in compared]})
 
     for geometry in geometries:
-        found = ours.digests(at_check(geometry), kernels, progress=told)
-        compared += ours.compare(geometry.name, recorded.get(geometry.name), found)
+        found = digests(at_check(geometry), kernels, progress=told)
+        compared += compare(geometry.name, recorded.get(geometry.name), found)
     red = [str(one) for one in compared if one.state != "same"]
     result = {"compared": [asdict(one) for one in compared]}
     if red:

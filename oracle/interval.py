@@ -111,7 +111,8 @@ def stored(x: Interval) -> Interval:
 
 
 def half_ulp(x: FloatArray) -> FloatArray:
-    """Half the spacing of bf16 above |x|: what a rounding of anything as large may move."""
+    """Half the spacing of bf16 above |x|: what a rounding of anything as large may move; 0 moves by nothing."""
     with np.errstate(invalid="ignore"):
         exponent = np.frexp(x)[1]
-    return np.where(np.isfinite(x), np.ldexp(1.0, np.maximum(exponent - 9, -134)), np.inf)
+    spacing = np.where(np.isfinite(x), np.ldexp(1.0, np.maximum(exponent - 9, -134)), np.inf)
+    return np.where(x == 0, 0.0, spacing)

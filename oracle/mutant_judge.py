@@ -13,12 +13,12 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ..fast import ORDERS, Argument, CompileError, HostBackend, KernelSources, LaunchError, Pointer, Source
+from ..fast import ORDERS, CompileError, HostBackend, KernelSources, LaunchError
 from ..fast.host_backend import Order
-from ..fast.sources import defines
 from ..reference.geometry import TILE, TINY, Geometry
 from ..reference.layout import BF16, LayerCache, Layout
 from ..reference.results import KeyLists, Partials
+from . import elementary
 from .cases import at_check, fill
 from .compare import bits
 from .contract import LAYER
@@ -173,7 +173,7 @@ def _results(sources: KernelSources, setup: Setup, *flags: str) -> dict[str, Arr
     edges = (_lists, _merges, _gates, _zeros)
     for edge in edges:
         found |= edge(kernels, setup.geometry)
-    return found | _functions(_backend(*flags), sources, setup)
+    return found | _functions(_backend(*flags), sources)
 
 
 def _window(kernels: Kernels, geometry: Geometry, example: Draw) -> dict[str, Array]:
@@ -251,34 +251,9 @@ def _zeros(kernels: Kernels, geometry: Geometry) -> dict[str, Array]:
     return found
 
 
-_FUNCTIONS = """
-#include "rotary.cuh"
-extern "C" __global__ void exps(const float* x, float* y, int n) {
-    for (int i = 0; i < n; i += 8) store8(y + i, exp8(load8(x + i)));
-}
-extern "C" __global__ void turns(const float* x, float* s, float* c, int n) {
-    for (int i = 0; i < n; ++i) { SinCos t = sincos_of(x[i]); s[i] = t.sin; c[i] = t.cos; }
-}
-extern "C" __global__ void sigmoids(const float* x, float* y, int n) {
-    for (int i = 0; i < n; i += 8) store8(y + i, sigmoid8(load8(x + i)));
-}
-extern "C" __global__ void roundings(const float* x, float* y, float* lanes, int n) {
-    for (int i = 0; i < n; ++i) y[i] = rounded_bf16(x[i]);
-    for (int i = 0; i < n; i += 8) store8(lanes + i, round8(load8(x + i)));
-}
-extern "C" __global__ void folds(const float* x, float* sum, float* high, int n) {
-    for (int i = 0; i < n; i += 8) { sum[i] = sum8(load8(x + i)); high[i] = highest8(load8(x + i)); }
-}
-extern "C" __global__ void trees(const float* x, float* three, float* five, int n) {
-    for (int i = 0; i < n; i += 8) { three[i] = tree<3>(x + i); five[i] = tree<5>(x + i); }
-}
-"""
-
-
-def _functions(backend: HostBackend, sources: KernelSources, setup: Setup) -> dict[str, Array]:
+def _functions(backend: HostBackend, sources: KernelSources) -> dict[str, Array]:
     """The arithmetic by itself, over inputs that attention rarely meets."""
-    headers = {name: text for name, text in sources.texts.items() if not name.endswith(".cu")}
-    module = backend.load(Source("functions", _FUNCTIONS, headers, defines(setup.geometry, setup.threads)))
+    functions = elementary.load(backend, sources)
     rng = np.random.Generator(np.random.PCG64(6))
     words = rng.integers(0, 2**32, 8192, dtype=np.uint32).view(np.float32)
     words[: len(_WORDS)] = _WORDS.view(np.float32)
@@ -297,8 +272,5 @@ def _functions(backend: HostBackend, sources: KernelSources, setup: Setup) -> di
     }
     found: dict[str, Array] = {}
     for entry, x in inputs.items():
-        outputs = [np.zeros_like(x) for _ in range(1 if entry in ("exps", "sigmoids") else 2)]
-        args: list[Argument] = [Pointer(x), *map(Pointer, outputs), np.int32(len(x))]
-        module.launch(entry, grid=1, block=1, args=args)
-        found |= {f"{entry} {number}": array for number, array in enumerate(outputs)}
+        found |= {f"{entry} {number}": array for number, array in enumerate(functions(entry, x))}
     return found

@@ -30,7 +30,7 @@ PAGE_BLOCKS = 4
 """Blocks to a page of the paged form."""
 LAYERS, LAYER = 2, 1
 
-_NAMES = {
+NAMES = {
     "prep.q": "out.q",
     "prep.iq": "out.iq",
     "prep.keys": "out.kc",
@@ -46,6 +46,7 @@ _NAMES = {
     "chunks.l": "out.partial_l",
     "merge.out": "out.out",
 }
+"""Our outputs, and how the files call them."""
 _NEEDED = ("in.p", "in.q_scale", "in.k_scale", "in.i_scale", "in.pool_scale", "in.inv_freq", "in.rope")
 _STORED = ("out.kc", "out.vc", "out.ikc", "out.q", "out.iq")
 
@@ -155,13 +156,11 @@ def _rope(metadata: dict[str, str], triples: npt.NDArray[np.int32]) -> Rope:
 
 def _verify_file(file: PeerFile, kernels: Kernels) -> Iterator[Verdict]:
     for form in ("contiguous", "paged"):
-        cache = _cache(file, form)
-        _store_history(file, cache)
-        given = _given(file)
+        cache = cache_of(file, form)
+        store_history(file, cache)
+        given = results_of(file)
         for operation in OPERATIONS:
-            known = [
-                name for name in AXES if name.startswith(f"{operation.name}.") and _NAMES.get(name) in file.tensors
-            ]
+            known = [name for name in AXES if name.startswith(f"{operation.name}.") and NAMES.get(name) in file.tensors]
             if not known:
                 continue
             bound = operation.bound(file.call, given, cache)
@@ -172,7 +171,8 @@ def _verify_file(file: PeerFile, kernels: Kernels) -> Iterator[Verdict]:
             store(cache, file.call, operation, given)
 
 
-def _cache(file: PeerFile, form: str) -> LayerCache:
+def cache_of(file: PeerFile, form: str) -> LayerCache:
+    """An empty cache for a file: "contiguous", or pages behind a shuffled table."""
     if form == "contiguous":
         layout = Layout.contiguous(file.geometry, file.capacity)
         return LayerCache(buffer=layout.zeros(), layout=layout, layer=LAYER)
@@ -183,7 +183,8 @@ def _cache(file: PeerFile, form: str) -> LayerCache:
     return LayerCache(buffer=layout.zeros(), layout=layout, layer=LAYER, table=table)
 
 
-def _store_history(file: PeerFile, cache: LayerCache) -> None:
+def store_history(file: PeerFile, cache: LayerCache) -> None:
+    """Write the positions before the window, and their pooled rows, as the file has them."""
     pos0, block = file.call.pos0, file.geometry.block
     named: dict[Part, str] = {"keys": "out.kc", "values": "out.vc", "index_keys": "out.ikc"}
     for part, name in named.items() if pos0 else ():
@@ -196,11 +197,11 @@ def _store_history(file: PeerFile, cache: LayerCache) -> None:
         reference.pool(file.geometry, file.call.weights, cache, 0, pos0, file.call.rope)
 
 
-def _given(file: PeerFile) -> dict[str, Array]:
+def results_of(file: PeerFile) -> dict[str, Array]:
     """The file's results under the names and shapes of ours."""
     call, tensors = file.call, file.tensors
     window = slice(call.pos0, call.end)
-    given = {name: tensors[theirs] for name, theirs in _NAMES.items() if theirs in tensors}
+    given = {name: tensors[theirs] for name, theirs in NAMES.items() if theirs in tensors}
     for name in ("prep.keys", "prep.values", "prep.index_keys"):
         given[name] = given[name][window].reshape(call.rows, -1, given[name].shape[-1])
     if "pool.pooled" in given:
@@ -229,15 +230,15 @@ def _verdict(
     theirs = np.where(judged, theirs, got)
     bound, own = (_where(judged, x, got) for x in (bound, own))
     site = Site(stream=0, pos0=file.call.pos0, cache=cache)
-    peer, peer_broken = compare_bound(f"{_NAMES[name]} of the file", theirs, bound, AXES[name], site)
-    ours, ours_broken = compare_bound(_NAMES[name], got, own, AXES[name], site)
+    peer, peer_broken = compare_bound(f"{NAMES[name]} of the file", theirs, bound, AXES[name], site)
+    ours, ours_broken = compare_bound(NAMES[name], got, own, AXES[name], site)
     with np.errstate(invalid="ignore", divide="ignore"):
         distance = np.abs(widen(got) - widen(theirs))
         apart = np.where(distance > 0, distance / (bound.high - bound.low), 0.0)
     broken = peer_broken or ours_broken
     return Verdict(
         file=file.name,
-        tensor=_NAMES[name],
+        tensor=NAMES[name],
         form=form,
         peer=peer,
         fast=ours,

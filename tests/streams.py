@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
+import pytest
 from kvproof.reference import TINY, Geometry, LayerCache, Layout, Rope, Weights
 from kvproof.reference.layout import BF16, PARTS
 from kvproof.reference.numerics import bf16
@@ -23,6 +26,21 @@ ODD = Geometry(
 """Nothing a power of two that needs not be; mrope sections all different."""
 
 GEOMETRIES = [TINY, ODD]
+
+SLIM = Geometry(
+    name="slim",
+    query_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    index_heads=2,
+    index_dim=8,
+    block=2,
+    top_blocks=2,
+    rotary_half=3,
+    mrope_sections=(1, 1, 1),
+    layers=1,
+)
+"""Small enough for long lists of scalars; sparse from six positions on."""
 
 
 def normal(seed, *shape):
@@ -96,3 +114,26 @@ def assert_bits(got, want, what):
 def floats(array):
     """Nested lists of Python floats."""
     return np.asarray(array).astype(np.float64).tolist()
+
+
+def narrow(nested):
+    """Nested lists of numbers that bf16 holds, as a bf16 array."""
+    return np.array([float(x) for x in np.ravel(np.array(nested, object))]).reshape(np.shape(nested)).astype(BF16)
+
+
+def refused(error, message):
+    """The call must raise this very kind of error, with this message in full."""
+    return pytest.raises(error, match=f"^{re.escape(message)}$", check=lambda raised: type(raised) is error)
+
+
+UNIT = 2.0**-53
+"""The relative error of one float64 rounding."""
+
+
+def roundings(count, width, size):
+    """Relative error of sums over `count` weights exp(s - m), |s| <= size, in float64 roundings.
+
+    A score is `width` products, as many sums, and a scale; two scores, their difference and the running maximum go
+    into each weight, as often as it is scaled; then the weights are added.
+    """
+    return count + 8 + 4 * (2 * width + 3) * float(size)

@@ -42,7 +42,7 @@ struct SinCos {
   float sin, cos;
 };
 
-// sin and cos of an fp32 angle, |angle| < 2**30.
+// sin and cos of an fp32 angle, |angle| < 2**31.
 __device__ __forceinline__ SinCos sincos_of(float angle) {
   const double two_over_pi = 0.63661977236758138;
   const double round_to_integer = 6755399441055744.0;  // 1.5 * 2**52

@@ -15,6 +15,8 @@ from kvproof.reference.numerics import widen
 from safetensors import safe_open
 from streams import assert_bits
 
+pytestmark = pytest.mark.filterwarnings("error")
+
 FOLDER = Path(__file__).parents[2] / "fixtures" / "peer"
 FILES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 UNIT = 2.0**-24

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvproof import reference
-from kvproof.reference import TINY, KeyLists, LayerCache, Rope
+from kvproof.reference import TINY, LayerCache, Rope
 from kvproof.reference.layout import BF16, PARTS
 from streams import GEOMETRIES, assert_bits, bits, live_rows, make_cache, make_rope, make_weights, normal, read_all
+
+pytestmark = pytest.mark.filterwarnings("error")
 
 LENGTH = 61
 
@@ -30,6 +32,7 @@ def run(geometry, cache, cuts, rope=None, length=LENGTH):
         scores[:, : result.scores.shape[1]] = result.scores
         parts = {"q": result.q, "iq": result.iq, "scores": scores, "out": result.out, "gated": result.gated}
         parts |= {"ids": result.lists.ids, "nk": result.lists.nk, "sparse": result.lists.sparse}
+        parts |= {"o": result.partials.o, "m": result.partials.m, "l": result.partials.l}
         for name, array in parts.items():
             rows.setdefault(name, []).append(array)
     return {name: np.concatenate(arrays) for name, arrays in rows.items()}
@@ -99,25 +102,37 @@ class RecordingCache(LayerCache):
         return super().read(part, rows)
 
 
-@pytest.mark.parametrize("count", [1, 3, 9])
-def test_only_the_rows_that_the_spec_names_are_read(count):
+@pytest.mark.parametrize(("pos0", "count"), [(33, 1), (33, 3), (33, 9), (2, 1), (5, 10)])
+def test_only_the_rows_that_the_spec_names_are_read(pos0, count):
     """A row that is read and then dropped would change no result, but may lie outside the arena."""
-    pos0 = 33
     plain = make_cache(TINY, 64, 16)
     run(TINY, plain, [], length=pos0)
     cache = RecordingCache(buffer=plain.buffer, layout=plain.layout, table=plain.table)
     READ.clear()
     projection = normal(20, count, TINY.projection_width)
     result = reference.window(TINY, make_weights(TINY), cache, projection, pos0, Rope())
-    listed = {int(key) for row, n in zip(result.lists.ids, result.lists.nk, strict=True) for key in row[:n]}
+    ids, nk, sparse = result.lists.ids, result.lists.nk, result.lists.sparse
+    listed = {int(key) for row in range(count) for key in (ids[row] if sparse[row] else np.arange(64))[: nk[row]]}
     first, last = pos0 // 4, (pos0 + count) // 4
     want = {
         "index_keys": set(range(4 * first, 4 * last)),
-        "pooled": set(range(last)),
+        "pooled": set(range(last)) if sparse.any() else set(),
         "keys": listed,
         "values": listed,
     }
     assert {part: {row for p, rows in READ if p == part for row in rows} for part in PARTS} == want
+
+
+@geometries
+def test_the_first_row_of_a_stream_attends_itself(geometry):
+    """No row came before it: its output is its own value."""
+    cache = make_cache(geometry, LENGTH)
+    projection = normal(20, 1, geometry.projection_width)
+    got = reference.window(geometry, make_weights(geometry), cache, projection, 0, Rope())
+    assert_bits(got.out, np.repeat(cache.read("values", [0]), geometry.group, axis=1), "out")
+    assert (got.lists.nk.tolist(), got.lists.sparse.tolist()) == ([1], [0])
+    assert np.isnan(got.scores).all()
+    assert got.scores.shape == (1, 1)
 
 
 def test_two_streams_share_an_arena():
@@ -175,6 +190,17 @@ def test_each_media_axis_turns_its_pairs_and_no_other(geometry, axis):
     assert changed.tolist() == want + want + [False] * (geometry.head_dim - 2 * half)
 
 
+def test_rows_past_a_media_prompt_of_one_row():
+    """They have no triple of their own, and none is read in its place."""
+    weights, projection = make_weights(TINY), normal(22, 5, TINY.projection_width)
+    rope = Rope(mode="media", delta=3, triples=np.full((1, 3), 7, np.int32))
+    got = reference.prep(TINY, weights, make_cache(TINY, 20), projection, 0, rope)
+    text = reference.prep(TINY, weights, make_cache(TINY, 20), projection[1:], 4, Rope())
+    assert_bits(got.q[1:], text.q, "q of text rows")
+    first = reference.prep(TINY, weights, make_cache(TINY, 20), projection[:1], 7, Rope())
+    assert_bits(got.q[:1], first.q, "q of the media row")
+
+
 def test_a_delta_shifts_the_rotary_position():
     weights, projection = make_weights(TINY), normal(22, 5, TINY.projection_width)
     shifted = reference.prep(TINY, weights, make_cache(TINY, 20), projection, 9, Rope(mode="delta", delta=-4))
@@ -196,19 +222,6 @@ def test_a_window_that_completes_no_block_pools_nothing():
     cache = make_cache(TINY, 8)
     reference.pool(TINY, make_weights(TINY), cache, 4, 3, Rope())
     assert np.isnan(cache.buffer.astype(float)).all()
-
-
-@pytest.mark.parametrize("count", [1, 64, 130, 600])
-def test_a_dense_row_is_a_list_of_all_positions(count):
-    cache = make_cache(TINY, 600)
-    for part in ("keys", "values"):
-        cache.write(part, np.arange(count), normal(23, count, 2, 32))
-    q = normal(24, 1, 4, 32)
-    ids = np.arange(count, dtype=np.int32)[None]
-    dense = reference.chunks(TINY, cache, q, KeyLists.dense([count]))
-    listed = reference.chunks(TINY, cache, q, KeyLists(ids, np.array([count], np.int32), np.ones(1, np.int32)))
-    for name in ("o", "m", "l"):
-        assert_bits(getattr(listed, name), getattr(dense, name), name)
 
 
 def test_parts_of_a_poisoned_cache_start_as_poison():

@@ -49,6 +49,7 @@ def test_a_small_check_is_green_and_writes_json(tmp_path):
         (("check", "--nonsense"), "No such option"),
         (("fixtures", "verify", "/no/such/folder"), "holds no .safetensors file"),
         (("bench", "--rounds", "0"), "--rounds is 0; it must be at least 1"),
+        (("bench", "--accuracy", "--rounds", "3"), "--rounds is 3; it must be left out with --accuracy"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
