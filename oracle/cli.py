@@ -9,14 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 from rich.table import Table
 from rich.text import Text
 from threadpoolctl import threadpool_limits
 
-from ..fast import ORDERS, CacheError, CompileError, Engine, HostBackend
+from ..fast import ORDERS, Backend, CacheError, CompileError, Engine, HostBackend, NoDeviceError, backend_for
+from ..fast.engine import BackendChoice
 from ..fast.sources import FAMILIES
 from ..reference.geometry import PRESETS, Geometry
 from .accuracy_report import PEER, accuracy_json, measure, print_accuracy
@@ -34,6 +35,7 @@ from .fixture_set import holds_set
 from .fixture_verify import Finding, verify_set
 from .fixtures import DEFAULT_FORMS, DEFAULT_PAGES, FORMS, Recipe, write
 from .gpu_cli import gpu_check_command
+from .gpu_kernels import cuda_variants
 from .hunt import hunt
 from .judge import load_failure, load_window_failure, wrong_elements
 from .memory import FastKernels
@@ -50,7 +52,7 @@ from .variants import TIMEOUT_S, Variant, host_variants
 
 MISUSE = 2
 QUICK_PAGES = (16, 48)
-BACKENDS = ("host",)
+BACKENDS = get_args(BackendChoice)
 
 app = typer.Typer(
     help="Proves that a paged key/value cache gives an attention kernel's contiguous bytes.",
@@ -69,7 +71,7 @@ def main() -> None:
     """Entry point; exits 0 when green, 1 when red, 2 when something cannot be run as asked."""
     try:
         app()
-    except (ValueError, OSError, CompileError, CacheError, CubinError) as error:
+    except (ValueError, OSError, CompileError, CacheError, CubinError, NoDeviceError) as error:
         errors.print(Text(f"kvproof: {error}", style="red"))
         sys.exit(MISUSE)
 
@@ -86,7 +88,7 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Prove a paged attention kernel right; everything runs on this machine's CPU."""
+    """Prove a paged attention kernel right, on this machine's CPU or its GPU."""
 
 
 @app.command("check")
@@ -96,13 +98,13 @@ def check_command(
     page: Annotated[
         list[int] | None, typer.Option(help=f"Page size in positions; may be repeated. Default {PAGE_SIZES}.")
     ] = None,
-    backend: Annotated[str, typer.Option(help=f"Where the kernels run: {', '.join(BACKENDS)}.")] = "host",
+    backend: Annotated[str, typer.Option(help=f"Where the kernels run: {', '.join(BACKENDS)}.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of the data, the shuffled tables and thread orders.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help=f"Cases {', '.join(QUICK)} at pages {QUICK_PAGES}.")] = False,
     json_file: Json = None,
 ) -> None:
     """Check that every kernel reads a paged cache exactly like a contiguous one, gate by gate."""
-    choose("--backend", backend, BACKENDS)
+    choice = cast(BackendChoice, choose("--backend", backend, BACKENDS))
     if seed < 0:
         raise ValueError(f"--seed is {seed}; it must be 0 or more")
     shape = at_check(geometry_named(geometry))
@@ -117,9 +119,9 @@ def check_command(
         replay=f"kvproof check --geometry {geometry} --case {{case}} --page {{page}} --backend {backend} --seed {seed}",
     )
     require_writable(json_file)
-    host = HostBackend(timeout_s=TIMEOUT_S)
-    report = Report(facts=_facts(plan, host))
-    run_check(plan, host_variants(seed=seed, backend=host), report)
+    variants, facts = _run_on(backend_for(choice), seed)
+    report = Report(facts={**_facts(plan), **facts})
+    run_check(plan, variants, report)
     print_report(plan, report)
     if json_file is not None:
         report.write(json_file)
@@ -509,16 +511,21 @@ def _print_timings(timings: list[Timing], absent: dict[str, str]) -> None:
         console.print(f"{name}: not measured, {why}")
 
 
-def _facts(plan: Plan, host: HostBackend) -> dict[str, Any]:
+def _run_on(backend: Backend, seed: int) -> tuple[tuple[Variant, ...], dict[str, Any]]:
+    """The variants of a backend, and what a report says of it."""
+    if backend.name != "host":
+        return cuda_variants(backend), {"backend": backend.name, "compiler": backend.describe()}
+    host = HostBackend(timeout_s=TIMEOUT_S)
+    facts = {"compiler": host.compiler.name, "flags": list(host.flags), "thread_orders": list(ORDERS)}
+    return host_variants(seed=seed, backend=host), {"backend": host.name, **facts}
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
     return {
         "kvproof": version("kvproof"),
         "numpy": version("numpy"),
         "machine": f"{platform.system()} {platform.machine()}",
         "geometry": asdict(plan.geometry),
-        "backend": host.name,
-        "compiler": host.compiler.name,
-        "flags": list(host.flags),
-        "thread_orders": list(ORDERS),
         "cases": [asdict(case) for case in plan.cases],
         "page_sizes": list(plan.page_sizes),
         "seed": plan.seed,

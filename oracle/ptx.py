@@ -14,7 +14,7 @@ _LABEL = re.compile(r"^([\w$]+):$")
 _INSTRUCTION = re.compile(r"^(?:@(!?%\w+)\s+)?([a-z][\w.:]*)(?:\s+(.*?))?\s*;$", re.DOTALL)
 _LOCATION = re.compile(r"^\s*\.loc\b.*$", re.MULTILINE)
 _DECLARATIONS = (".reg", ".shared", ".local", ".pragma")
-_SHARED = re.compile(r"\.shared\s+\.align\s+\d+\s+\.b8\s+\w+\[(\d+)\]")
+_SHARED = re.compile(r"\.shared\s+\.align\s+\d+\s+\.[a-z](\d+)\s+\w+(?:\[(\d+)\])?")
 _REGISTER = re.compile(r"%\w+(?:\.\w+)?")
 
 
@@ -66,7 +66,8 @@ class Entry:
     Attributes:
         name: of the entry.
         parameters: in order.
-        shared_bytes: static shared memory that it declares.
+        shared_bytes: static shared memory that its body declares, in bytes; what several entries share is declared
+            outside.
         code: its instructions.
         flow: how control goes through them.
     """
@@ -101,7 +102,7 @@ def _entry(name: str, parameters: str, body: str) -> Entry:
     return Entry(
         name=name,
         parameters=tuple(map(_parameter, _PARAMETER.findall(parameters))),
-        shared_bytes=sum(map(int, _SHARED.findall(body))),
+        shared_bytes=sum(int(bits) // 8 * int(count or 1) for bits, count in _SHARED.findall(body)),
         code=tuple(code),
         flow=Flow([_step(one, labels) for one in code]),
     )

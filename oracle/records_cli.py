@@ -176,7 +176,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Proof], int]], ...] = (
     ("fp32 .rn", lambda proof: proof.ptx.fp32),
     ("of these FMA", lambda proof: proof.ptx.fma),
     ("fp64 .rn", lambda proof: proof.ptx.double),
-    ("other rounding", lambda proof: len(proof.ptx.unrounded) + len(proof.ptx.approximate)),
+    ("not .rn", lambda proof: len(proof.ptx.unrounded) + len(proof.ptx.approximate)),
     ("table reads", lambda proof: proof.ptx.table_reads),
     ("one a key", lambda proof: proof.ptx.kept_reads),
     ("in load loops", lambda proof: proof.ptx.looping_reads),

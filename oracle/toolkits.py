@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ..fast.backend import Source
-from ..fast.compiler import CompileError, cache_folder
+from ..fast.compiler import CACHE_VARIABLE, CacheError, CompileError, cache_folder
 from ..fast.nvrtc import COMPILE_OPTIONS, Compiled, Nvrtc, definitions, toolkit_folders
 from . import cubin
 from .cubin import Kernel
@@ -175,10 +176,16 @@ def _kept(kind: str, key: Sequence[str], make: Callable[[], bytes]) -> bytes:
         return zlib.decompress(place.read_bytes())
     except (OSError, zlib.error):
         made = make()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_suffix(f".{os.getpid()}.part")
-    draft.write_bytes(zlib.compress(made, 1))
-    os.replace(draft, place)
+    draft = place.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(zlib.compress(made, 1))
+        os.replace(draft, place)
+    except OSError as error:
+        raise CacheError(
+            f"cannot write compiled kernels to {place.parent}: {error.strerror or error}; "
+            f"set {CACHE_VARIABLE} to a folder that can be written"
+        ) from error
     return made
 
 
@@ -201,7 +208,10 @@ def _nvcc(job: Job) -> Compiled:
         for name, text in {**source.headers, f"{source.name}.cu": source.text}.items():
             (folder / name).write_text(text)
         command += ["--keep", "--keep-dir", raw, "-o", "out.cubin", f"{source.name}.cu"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{source.name}.cu", command, f"it did not end within {_TIMEOUT_S} s") from None
         if done.returncode != 0:
             raise CompileError(f"{source.name}.cu for {job.arch}", command, done.stderr.strip())
         return Compiled(

@@ -43,7 +43,7 @@ def test_a_small_check_is_green_and_writes_json(tmp_path):
         (("check", "--case", "nope"), "--case is 'nope'; it must be one of start, block-tile"),
         (("check", "--page", "10"), "page size 10 does not hold whole blocks"),
         (("check", "--page", "0"), "page size 0 does not hold whole blocks"),
-        (("check", "--backend", "tpu"), "--backend is 'tpu'; it must be one of host"),
+        (("check", "--backend", "tpu"), "--backend is 'tpu'; it must be one of auto, host, cuda"),
         (("check", "--seed", "-1"), "--seed is -1; it must be 0 or more"),
         (("check", "--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
         (("check", "--nonsense"), "No such option"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from compiled import all_proofs, toolkit
 from kvproof.fast import KernelSources
-from kvproof.fast.compiler import CompileError
+from kvproof.fast.compiler import CacheError, CompileError
 from kvproof.fast.engine import GPU_THREADS
 from kvproof.fast.nvrtc import COMPILE_OPTIONS, toolkit_folders
 from kvproof.fast.sources import FAMILIES, staged_bytes
@@ -285,6 +285,14 @@ def test_a_result_of_the_cache_is_not_made_again(monkeypatch, tmp_path):
     made = toolkits.compiled(job)
     monkeypatch.setattr(toolkits, "_nvrtc", None)
     assert toolkits.compiled(job) == made
+
+
+def test_a_cache_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVPROOF_CACHE_DIR", str(tmp_path / "file"))
+    job = Job(toolkit=toolkit(), source=KernelSources().family("merge", TINY, threads=32), arch="compute_90")
+    with pytest.raises(CacheError, match="set KVPROOF_CACHE_DIR to a folder that can be written"):
+        toolkits.compiled(job)
 
 
 needs_nvcc = pytest.mark.skipif(nvcc_toolkit() is None, reason="no nvcc is installed")
