@@ -19,9 +19,8 @@ DOUBLE = ("fn_attn_prep", "fn_attn_prep_media", "fn_qsa_pool", "fn_qsa_pool_medi
 KEEPING = ("fn_qsa_scores", "fn_attn_chunks", "fn_attn_chunks_ahead")
 """Kernels that look a tile's rows up in the page table and keep the offsets in shared memory."""
 
-CACHE_LOAD_BYTES = {"fn_qsa_pool": 2, "fn_qsa_pool_media": 2}
-"""Width of a load from a cache, where it is not 16 bytes. A pooled row is a mean of `block` rows, element by element:
-neighbouring threads load neighbouring elements, 64 bytes of a row to a warp's load."""
+CACHE_LOAD_BYTES = 16
+"""Width of every load from a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +77,7 @@ def broken_claims(kernel: str, ptx: PtxFacts, sass: SassFacts) -> Iterator[str]:
     """What does not hold of a kernel, in sentences."""
     yield from _broken_arithmetic(kernel, ptx)
     yield from _broken_table(kernel, ptx)
-    yield from _broken_loads(kernel, ptx, sass)
+    yield from _broken_loads(ptx, sass)
 
 
 def _broken_arithmetic(kernel: str, ptx: PtxFacts) -> Iterator[str]:
@@ -99,11 +98,10 @@ def _broken_table(kernel: str, ptx: PtxFacts) -> Iterator[str]:
         yield "the page table is never read"
 
 
-def _broken_loads(kernel: str, ptx: PtxFacts, sass: SassFacts) -> Iterator[str]:
-    width = CACHE_LOAD_BYTES.get(kernel, 16)
+def _broken_loads(ptx: PtxFacts, sass: SassFacts) -> Iterator[str]:
     for form, loads in (("PTX", ptx.cache_loads), ("SASS", sass.cache_loads)):
-        if other := sorted(set(loads) - {width}):
-            yield f"loads from a cache in {form} are {', '.join(map(str, other))} bytes wide, not {width}"
+        if other := sorted(set(loads) - {CACHE_LOAD_BYTES}):
+            yield f"loads from a cache in {form} are {', '.join(map(str, other))} bytes wide, not {CACHE_LOAD_BYTES}"
     for form, untraced in (("PTX", ptx.untraced), ("SASS", sass.untraced)):
         if untraced:
             yield f"these loads in {form} come from no pointer argument, or from two: {', '.join(untraced)}"

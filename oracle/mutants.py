@@ -67,8 +67,10 @@ _SWAPS: Mapping[str, str] = {
     "+=": "-=", "-=": "+=", "++": "--", "--": "++",
 }  # fmt: skip
 
-_UNSEEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\bfetch_wait\([^;{]*\);', re.DOTALL)
-"""Comments, strings, and waits for copies that only a GPU makes."""
+_UNSEEN = re.compile(
+    r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\bfetch_wait\([^;{]*\);|\b__launch_bounds__\([^)]*\)', re.DOTALL
+)
+"""Comments, strings, and what only a GPU does: waits for copies, limits of registers."""
 _NOT_BUILT = (
     "#ifndef KVP_HOST",
     "#ifdef KVP_ASYNC_COPY",

@@ -1,4 +1,5 @@
 """Mutants of the reference that change no result, and why: each was looked at."""
+# ruff: noqa: E501 - source lines, whole
 
 from __future__ import annotations
 

@@ -44,9 +44,14 @@ _TYPES = ("NDArray", "Literal")
 _UNSEEN = (ast.Import, ast.ImportFrom, ast.JoinedStr)
 
 
+OTHERS = ("arrays.py",)
+"""No mathematics: how arrays of any device are told and refused, which tests/unit holds."""
+
+
 def reference_texts() -> dict[str, str]:
-    """The reference's sources by file name."""
-    return {file.name: file.read_text() for file in resources.files(PACKAGE).iterdir() if file.name.endswith(".py")}
+    """The reference's sources by file name, without `OTHERS`."""
+    files = (file for file in resources.files(PACKAGE).iterdir() if file.name.endswith(".py"))
+    return {file.name: file.read_text() for file in files if file.name not in OTHERS}
 
 
 def reference_mutants(texts: Mapping[str, str], files: Sequence[str] = ()) -> Iterator[Mutant]:

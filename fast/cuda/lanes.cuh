@@ -58,6 +58,12 @@ __device__ __forceinline__ Lanes operator*(const Lanes& a, const Lanes& b) {
   return r;
 }
 
+__device__ __forceinline__ Lanes operator+(const Lanes& a, const Lanes& b) {
+  Lanes r;
+  KVP_UNROLL for (int i = 0; i < 8; ++i) r.v[i] = a.v[i] + b.v[i];
+  return r;
+}
+
 __device__ __forceinline__ Lanes operator-(const Lanes& a, const Lanes& b) {
   Lanes r;
   KVP_UNROLL for (int i = 0; i < 8; ++i) r.v[i] = a.v[i] - b.v[i];

@@ -13,10 +13,10 @@ __device__ __forceinline__ void pool_block(const float* pool_scale, const float*
   __shared__ __align__(16) bf16 mean[KVP_INDEX_DIM];
 
   const bf16* keys = index_keys + index_row(pages, first);  // a page holds whole blocks
-  for (int d = threadIdx.x; d < KVP_INDEX_DIM; d += KVP_THREADS) {
-    float sum = widen(keys[d]);
-    for (int i = 1; i < KVP_BLOCK; ++i) sum = sum + widen(keys[i * KVP_INDEX_DIM + d]);
-    mean[d] = round_bf16(sum / static_cast<float>(KVP_BLOCK));
+  for (int d = threadIdx.x * 8; d < KVP_INDEX_DIM; d += KVP_THREADS * 8) {
+    Lanes sum = widen8(keys + d);
+    for (int i = 1; i < KVP_BLOCK; ++i) sum = sum + widen8(keys + i * KVP_INDEX_DIM + d);
+    KVP_UNROLL for (int j = 0; j < 8; ++j) mean[d + j] = round_bf16(sum[j] / static_cast<float>(KVP_BLOCK));
   }
   __syncthreads();
   normalise_and_rotate<KVP_INDEX_DIM>(pooled + pooled_row(pages, block), mean, pool_scale, inv_freq, rope, first);

@@ -63,14 +63,14 @@ __device__ __forceinline__ void prep_head(const PrepArguments& a, const Rope& ro
   copy_head<KVP_INDEX_DIM>(a.index_keys + index_row(a.pages, position), index_key);
 }
 
-extern "C" __global__ void __launch_bounds__(KVP_THREADS)
+extern "C" __global__ void __launch_bounds__(KVP_THREADS, 1)
     fn_attn_prep(const float* q_scale, const float* k_scale, const float* i_scale, const float* inv_freq, bf16* keys,
                  bf16* values, bf16* index_keys, Pages pages, const bf16* projection, int pos0, bf16* q, bf16* iq) {
   prep_head(PrepArguments{q_scale, k_scale, i_scale, inv_freq, keys, values, index_keys, pages, projection, pos0, q, iq},
             Rope{0, nullptr, 0});
 }
 
-extern "C" __global__ void __launch_bounds__(KVP_THREADS)
+extern "C" __global__ void __launch_bounds__(KVP_THREADS, 1)
     fn_attn_prep_media(const float* q_scale, const float* k_scale, const float* i_scale, const float* inv_freq,
                        bf16* keys, bf16* values, bf16* index_keys, Pages pages, const bf16* projection, int pos0,
                        int delta, const int* triples, int media_length, bf16* q, bf16* iq) {
