@@ -18,7 +18,7 @@ __device__ __forceinline__ void pool_block(const float* pool_scale, const float*
     for (int i = 1; i < KVP_BLOCK; ++i) sum = sum + widen8(keys + i * KVP_INDEX_DIM + d);
     KVP_UNROLL for (int j = 0; j < 8; ++j) mean[d + j] = round_bf16(sum[j] / static_cast<float>(KVP_BLOCK));
   }
-  __syncthreads();
+  // A thread squares the eights of the mean that it wrote itself; behind that stands a barrier.
   normalise_and_rotate<KVP_INDEX_DIM>(pooled + pooled_row(pages, block), mean, pool_scale, inv_freq, rope, first);
 }
 

@@ -124,8 +124,8 @@ CHANGES = (
     Change(  # the small geometry's lists are one tile; only its dense rows have several
         "rescaling-without-an-fma",
         "chunks.cu",
-        "o[n][h][r] = fma8(splat(rescale[h0 + h]), o[n][h][r], sum[h][r])",
-        "o[n][h][r] = splat(rescale[h0 + h]) * o[n][h][r] + sum[h][r]",
+        "o[n][h][r] = fma8(splat(s.rescale[at.h0 + h]), o[n][h][r], sum[h][r])",
+        "o[n][h][r] = splat(s.rescale[at.h0 + h]) * o[n][h][r] + sum[h][r]",
         frozenset({"dense", "dense_ahead"}),
     ),
     Change(
