@@ -57,7 +57,7 @@ def test_windows_of_one_row_give_the_one_shot_bits(geometry, mode):
     assert not want["sparse"].all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(cuts=st.sets(st.integers(1, LENGTH - 1)), page=st.sampled_from([None, 4, 8, 16, 48]), seed=st.integers(0, 99))
 def test_any_cut_and_any_page_give_the_same_bits(cuts, page, seed):
     whole, other = make_cache(TINY, LENGTH), make_cache(TINY, LENGTH, page, layer=1, seed=seed)

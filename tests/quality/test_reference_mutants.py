@@ -23,6 +23,12 @@ def in_the_checkout(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+def kvproof(*words):
+    command = [sys.executable, "-c", "from kvproof.oracle.cli import main; main()", *words]
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
 # ---- making them ----
 
 TEXT = '''"""a + b in a docstring"""
@@ -133,13 +139,51 @@ def test_the_unchanged_reference_is_green_and_broken_ones_are_not():
     assert all(judged.by.startswith("tests/meta/test_") for judged in found)
 
 
-def test_red_tests_are_an_error_and_no_score(monkeypatch, tmp_path):
+GATE_OF_ZERO = """
+import numpy as np
+from kvproof.reference import TINY, gate
+from kvproof.reference.layout import BF16
+
+def test_a_gate_of_zero_is_half_open():
+    got = gate(TINY, np.ones((1, 4, 32), BF16), np.zeros((1, 480), BF16))
+    assert (got == {half}).all()
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A folder with one short test of gate; returns a function that writes what it expects."""
     (tmp_path / "tests" / "meta").mkdir(parents=True)
-    (tmp_path / "tests" / "meta" / "test_red.py").write_text("def test_red():\n    assert False\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reference_judge, "_TELLING", {"window.py": ()})
-    with pytest.raises(ValueError, match=r"test_red.py::test_red is red on the unchanged reference; mend it first"):
+
+    def write(half):
+        (tmp_path / "tests" / "meta" / "test_scalar_merge.py").write_text(GATE_OF_ZERO.format(half=half))
+        for other in ("test_scalar_stream.py", "test_others.py"):
+            (tmp_path / "tests" / "meta" / other).write_text("def test_nothing():\n    pass\n")
+
+    return write
+
+
+def test_red_tests_are_an_error_and_no_score(checkout):
+    checkout(half=0.25)
+    with pytest.raises(
+        ValueError, match=r"test_a_gate_of_zero_is_half_open is red on the unchanged reference; mend it"
+    ):
         run_reference_mutants([one(*HAND_PICKED[0])], jobs=1)
+
+
+def test_the_command_tells_what_was_seen_and_what_was_not(checkout, tmp_path):
+    checkout(half=0.5)
+    file = tmp_path / "mutants.json"
+    done = kvproof("mutants", "--reference", "--file", "gate.py", "--jobs", "1", "--json", str(file))
+    assert done.returncode == 1, done.stderr
+    told = " ".join(done.stdout.split())
+    assert "killed by test_scalar_merge 5 " in told
+    assert "survived: gate.py:26:5 require_gate(geometry, out, projection) -> pass" in told
+    found = json.loads(file.read_text())
+    assert "55.6% of 9 mutants are killed" in told
+    assert found["score"] == 0.5556
+    assert {m["status"] for m in found["mutants"]} == {"killed", "survived"}
 
 
 def test_a_folder_without_tests_is_an_error(monkeypatch, tmp_path):
@@ -148,22 +192,6 @@ def test_a_folder_without_tests_is_an_error(monkeypatch, tmp_path):
         ValueError, match=r"no folder tests/meta in .*; run `kvproof mutants --reference` in a checkout"
     ):
         run_reference_mutants([], jobs=1)
-
-
-def kvproof(*words):
-    command = [sys.executable, "-c", "from kvproof.oracle.cli import main; main()", *words]
-    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-
-def test_the_command_tells_what_was_seen(tmp_path):
-    file = tmp_path / "mutants.json"
-    done = kvproof("mutants", "--reference", "--file", "gate.py", "--limit", "1", "--jobs", "1", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    assert "100.0% of 1 valid mutants are killed" in done.stdout
-    found = json.loads(file.read_text())
-    assert found["score"] == 1
-    assert found["mutants"][0]["file"] == "gate.py"
 
 
 def test_misuse_exits_2():
