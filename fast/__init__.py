@@ -3,24 +3,29 @@
 They run on this machine's CPU, the sources in cuda/ compiled as C++ over the fiber runtime in host/, or on a GPU.
 """
 
-from .backend import Argument, Backend, LaunchError, Module, NoDeviceError, Pointer, Source
+from .backend import Argument, Backend, Fence, LaunchError, Module, NoDeviceError, Pointer, Source
 from .capture import Capture, CaptureError, capture
 from .chunks import chunks, chunks_ahead
 from .compiler import CacheError, CompileError
 from .cuda_backend import CudaBackend
+from .drafts import MOST_DRAFTS, Settled, accepted, settle
 from .engine import Engine, backend_for, default_engine
 from .gate import gate
 from .host_backend import ORDERS, HostBackend
 from .merge import merge
 from .nvrtc import NvrtcError
+from .page_pool import PageError, PagePool, PoolExhausted, PoolStatistics
 from .pool import pool
 from .prep import prep
+from .round import Round, append
 from .scores import scores
 from .select import select
 from .sources import KernelSources
+from .stream import Stream, StreamError
 from .window import window
 
 __all__ = [
+    "MOST_DRAFTS",
     "ORDERS",
     "Argument",
     "Backend",
@@ -30,14 +35,25 @@ __all__ = [
     "CompileError",
     "CudaBackend",
     "Engine",
+    "Fence",
     "HostBackend",
     "KernelSources",
     "LaunchError",
     "Module",
     "NoDeviceError",
     "NvrtcError",
+    "PageError",
+    "PagePool",
     "Pointer",
+    "PoolExhausted",
+    "PoolStatistics",
+    "Round",
+    "Settled",
     "Source",
+    "Stream",
+    "StreamError",
+    "accepted",
+    "append",
     "backend_for",
     "capture",
     "chunks",
@@ -49,5 +65,6 @@ __all__ = [
     "prep",
     "scores",
     "select",
+    "settle",
     "window",
 ]

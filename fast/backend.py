@@ -180,6 +180,28 @@ class Recorder(Protocol):
         ...
 
 
+class Fence(Protocol):
+    """A place in a queue of work."""
+
+    def done(self) -> bool:
+        """Whether everything before it has ended."""
+        ...
+
+    def order(self) -> None:
+        """Let what is submitted from now on, to whatever queue is current, run behind it; nothing waits here."""
+        ...
+
+
+class PassedFence:
+    """The fence of a backend whose work has ended when a call returns."""
+
+    def done(self) -> bool:
+        return True
+
+    def order(self) -> None:
+        return None
+
+
 class Backend(Protocol):
     """Where kernels run."""
 
@@ -219,6 +241,21 @@ class Backend(Protocol):
 
     def download(self, array: Any) -> npt.NDArray[Any]:
         """A NumPy copy of an array that kernels were given, behind every launch so far."""
+        ...
+
+    def zero(self, array: Any) -> None:
+        """Set every byte of an array, or of a contiguous part of one, to 0, behind every launch so far."""
+        ...
+
+    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Set an array, or a contiguous part of one, to NumPy values of its dtype and shape, behind every launch so far.
+
+        The values may change as soon as it returns.
+        """
+        ...
+
+    def fence(self) -> Fence:
+        """What tells when everything that is submitted by now has ended."""
         ...
 
     def recorder(self) -> Recorder:

@@ -29,6 +29,7 @@ from .arguments import Signature
 from .backend import (
     Argument,
     Dim3,
+    Fence,
     Launch,
     LaunchError,
     Module,
@@ -167,6 +168,18 @@ class Gpu(Protocol):
     def upload(self, array: npt.NDArray[Any]) -> Any: ...
 
     def download(self, array: Any) -> npt.NDArray[Any]: ...
+
+    def zero(self, array: Any) -> None:
+        """Set every byte to 0, on the current stream."""
+        ...
+
+    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Copy host values in, on the current stream; they may change when it returns."""
+        ...
+
+    def fence(self) -> Fence:
+        """An event on the current stream."""
+        ...
 
     def synchronize(self) -> None:
         """Wait for the current stream."""
@@ -374,6 +387,35 @@ class CudaBackend:
         """
         with self._told_late():
             return self._gpu.download(array)
+
+    def zero(self, array: Any) -> None:
+        """Set every byte of an array, or of a contiguous part of one, to 0, on the current stream.
+
+        Raises:
+            TypeError, ValueError: it is not on this device.
+            LaunchError: a kernel that was launched before has failed.
+        """
+        with self._told_late():
+            self._gpu.zero(array)
+
+    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Set an array, or a contiguous part of one, to NumPy values, on the current stream.
+
+        Raises:
+            TypeError: it is not on a device.
+            LaunchError: a kernel that was launched before has failed.
+        """
+        with self._told_late():
+            self._gpu.write(array, values)
+
+    def fence(self) -> Fence:
+        """An event on the current stream.
+
+        Raises:
+            LaunchError: a kernel that was launched before has failed.
+        """
+        with self._told_late():
+            return self._gpu.fence()
 
     def synchronize(self) -> None:
         """Wait for the current stream.

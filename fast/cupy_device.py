@@ -114,6 +114,26 @@ class CupyDevice:
             copy: npt.NDArray[Any] = self._view(array).get()
         return copy
 
+    def zero(self, array: Any) -> None:
+        """Set every byte of a contiguous array to 0, on the current stream."""
+        with self._here():
+            view = self._view(array)
+            view.data.memset_async(0, view.nbytes)
+
+    def write(self, array: Any, values: npt.NDArray[Any]) -> None:
+        """Copy NumPy values into a contiguous array, on the current stream.
+
+        Pageable memory is staged before the copy's call returns (CUDA Runtime API, "API synchronization behavior"), so
+        the values may change then.
+        """
+        with self._here():
+            self._view(array).set(np.ascontiguousarray(values), stream=self._cupy.cuda.get_current_stream())
+
+    def fence(self) -> EventFence:
+        """An event on the current stream."""
+        with self._here():
+            return EventFence(self._cupy, self.number)
+
     def _view(self, array: Any) -> Any:
         """Any device array as a CuPy array over the same memory."""
         cupy = self._cupy
@@ -134,6 +154,24 @@ class CupyDevice:
     def recorder(self) -> GraphRecorder:
         """Begin to record launches into a graph."""
         return GraphRecorder(self._cupy, self.number)
+
+
+class EventFence:
+    """An event recorded on the stream that is current when it is made."""
+
+    def __init__(self, cupy: Any, number: int) -> None:
+        self._cupy, self._number = cupy, number
+        self._event = cupy.cuda.Event(disable_timing=True)
+        self._event.record()
+
+    def done(self) -> bool:
+        """Whether the stream has passed it."""
+        return bool(self._event.done)
+
+    def order(self) -> None:
+        """Let the current stream wait for it, on the device."""
+        with self._cupy.cuda.Device(self._number):
+            self._cupy.cuda.get_current_stream().wait_event(self._event)
 
 
 class GraphRecorder:

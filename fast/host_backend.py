@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ..reference.arrays import HOST
 from .arguments import Signature
-from .backend import Argument, Dim3, Launch, LaunchError, Module, Parameter, Source, as_dim3, check_sizes
+from .backend import Argument, Dim3, Launch, LaunchError, Module, Parameter, PassedFence, Source, as_dim3, check_sizes
 from .compiler import Build, Compiler, build, find_compiler
 
 Order: TypeAlias = Literal["forward", "reverse", "shuffle"]
@@ -327,6 +327,18 @@ class HostBackend:
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A copy."""
         return array.copy()
+
+    def zero(self, array: npt.NDArray[Any]) -> None:
+        """Set every byte to 0."""
+        array.view(np.uint8).fill(0)
+
+    def write(self, array: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
+        """Set every element."""
+        array[...] = values
+
+    def fence(self) -> PassedFence:
+        """Whatever was submitted has ended."""
+        return PassedFence()
 
     def recorder(self) -> LaunchList:
         """Begin to record launches; none runs until they are replayed."""

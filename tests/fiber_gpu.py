@@ -32,6 +32,9 @@ class DeviceArray:
     def __array__(self, *args, **kwargs):
         raise AssertionError("a device array was read by the host")
 
+    def __getitem__(self, index):
+        return DeviceArray(self._memory[index], number=self._number)
+
     @property
     def shape(self):
         return self._memory.shape
@@ -147,6 +150,16 @@ class FiberGpu:
         self.synchronize()
         return array._memory.copy()
 
+    def zero(self, array):
+        self.submit(lambda: array._memory.view(np.uint8).fill(0))
+
+    def write(self, array, values):
+        values = values.copy()
+        self.submit(lambda: np.copyto(array._memory, values))
+
+    def fence(self):
+        return FiberFence(self)
+
     def synchronize(self):
         assert self.recording is None, "waited for the device while it records"
         while self._queue:
@@ -155,6 +168,20 @@ class FiberGpu:
 
     def recorder(self):
         return FiberRecorder(self)
+
+
+class FiberFence:
+    """A place in the one queue."""
+
+    def __init__(self, gpu):
+        self._gpu = gpu
+        self._last = gpu._queue[-1] if gpu._queue else None
+
+    def done(self):
+        return self._last not in self._gpu._queue
+
+    def order(self):
+        pass
 
 
 class FiberRecorder:

@@ -1,0 +1,177 @@
+"""A round: one step of several streams, each with a window of its own, layer by layer.
+
+    with Round([(a, 1), (b, 64)]) as step:
+        for layer in step.layers:
+            windows = step.attend(layer, [projection_a, projection_b])
+
+All windows get their pages or none does. What raises inside takes every window of the round back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+
+from ..reference.results import Bf16Array, Window, require_window
+from .stream import Stream, StreamError
+from .window import window
+
+
+class Round:
+    """One step.
+
+    Args:
+        windows: streams and the rows of their windows, which start where each stream's layers end.
+        layers: the layers that the step runs, once each; all when None.
+
+    Attributes:
+        layers: as given.
+
+    Raises:
+        StreamError: a stream is named twice, closed or in another round, a window has no row, or the step's layers
+            hold different numbers of positions.
+        PoolExhausted: the pages do not suffice; when the `with` block is entered.
+    """
+
+    def __init__(self, windows: Sequence[tuple[Stream, int]], *, layers: Sequence[int] | None = None) -> None:
+        if not windows:
+            raise StreamError("a round of no stream; give at least one (stream, rows)")
+        self.streams = [stream for stream, _ in windows]
+        self.rows = [rows for _, rows in windows]
+        count = self.streams[0].pool.geometry.layers
+        self.layers = tuple(range(count) if layers is None else layers)
+        self.positions = [_first_position(stream, self.layers) for stream in self.streams]
+        for i, stream in enumerate(self.streams):
+            if stream in self.streams[:i]:
+                raise StreamError(f"{stream} is in the round twice; give it one window")
+            if self.rows[i] < 1:
+                raise StreamError(f"the window of {stream} has {self.rows[i]} rows; it must have at least one")
+        self._left = list(self.layers)
+
+    def __enter__(self) -> Round:
+        for stream in self.streams:
+            stream.require_idle()
+        reserved: list[Stream] = []
+        try:
+            for stream, pos0, rows in zip(self.streams, self.positions, self.rows, strict=True):
+                reserved.append(stream)
+                stream.order()
+                stream.reserve(pos0 + rows)
+        except BaseException:
+            _tidy(reserved)
+            raise
+        for stream in self.streams:
+            stream.busy = True
+        return self
+
+    def attend(self, layer: int, projections: Sequence[Bf16Array]) -> list[Window]:
+        """Run one layer: each stream's window over its projection, bf16 [rows, projection_width].
+
+        Returns:
+            What the kernels gave, for each stream.
+
+        Raises:
+            StreamError: the layer is not of this step, or has been run.
+            ValueError: there is not one projection for each stream, or one does not fit; no kernel has run.
+            LaunchError: a kernel failed.
+        """
+        if layer not in self._left:
+            known = "run already" if layer in self.layers else f"not of this round, whose layers are {self.layers}"
+            raise StreamError(f"layer {layer} is {known}")
+        if not self.streams[0].busy:
+            raise StreamError("this round is not entered; use it in a `with` block")
+        self._require(layer, projections)
+        results = []
+        for stream, projection, pos0, rows in zip(self.streams, projections, self.positions, self.rows, strict=True):
+            pool = stream.pool
+            stream.begin_writing(layer, pos0 + rows)
+            results.append(
+                window(
+                    pool.geometry,
+                    stream.weights[layer],
+                    stream.cache(layer),
+                    projection,
+                    pos0,
+                    stream.rope,
+                    engine=pool.engine,
+                )
+            )
+        self._left.remove(layer)
+        return results
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in self.streams:
+            stream.busy = False
+        if kind is not None:
+            _tidy(self.streams)
+            return
+        if self._left:
+            _tidy(self.streams)
+            raise StreamError(f"layers {self._left} of the round were not run; its windows are taken back")
+        try:
+            for stream in self.streams:
+                stream.mark()
+        except BaseException:
+            _tidy(self.streams)
+            raise
+        for stream, pos0, rows in zip(self.streams, self.positions, self.rows, strict=True):
+            stream.advance(self.layers, pos0 + rows)
+
+    def _require(self, layer: int, projections: Sequence[Bf16Array]) -> None:
+        """Every argument of every window, before any kernel runs."""
+        if len(projections) != len(self.streams):
+            raise ValueError(f"{len(projections)} projections are given; the round has {len(self.streams)} streams")
+        for stream, projection, pos0, rows in zip(self.streams, projections, self.positions, self.rows, strict=True):
+            pool = stream.pool
+            given = require_window(
+                pool.geometry,
+                stream.weights[layer],
+                stream.cache(layer),
+                projection,
+                pos0,
+                stream.rope,
+                pool.engine.place,
+            )
+            if given != rows:
+                raise ValueError(f"the projection of {stream} has {given} rows; its window has {rows}")
+
+
+def append(windows: Sequence[tuple[Stream, Sequence[Bf16Array]]]) -> list[list[Window]]:
+    """Append a window to each of several streams, on all their layers.
+
+    Args:
+        windows: streams, and for each the projection of every layer, bf16 [rows, projection_width].
+
+    Returns:
+        For each stream what the kernels gave, layer by layer.
+
+    Raises:
+        StreamError, PoolExhausted, ValueError, LaunchError: as `Round`; no stream was changed.
+    """
+    for stream, projections in windows:
+        layers = stream.pool.geometry.layers
+        if len(projections) != layers:
+            raise ValueError(f"projections of {len(projections)} layers are given for {stream}, which has {layers}")
+    with Round([(stream, len(projections[0])) for stream, projections in windows]) as step:
+        by_layer = [step.attend(layer, [projections[layer] for _, projections in windows]) for layer in step.layers]
+    return [list(results) for results in zip(*by_layer, strict=True)]
+
+
+def _first_position(stream: Stream, layers: Sequence[int]) -> int:
+    lengths = {layer: stream.lengths[layer] for layer in layers}
+    if len(set(lengths.values())) > 1:
+        raise StreamError(
+            f"the round's layers of {stream} hold different numbers of positions ({lengths}); run those that agree in "
+            "a round of their own, or roll back"
+        )
+    return lengths[layers[0]]
+
+
+def _tidy(streams: Sequence[Stream]) -> None:
+    """Take windows back while an error is on its way: what cannot be tidied now is at the stream's next step."""
+    for stream in streams:
+        with contextlib.suppress(Exception):
+            stream.tidy()
