@@ -14,7 +14,7 @@ from .gate import gate
 from .host_backend import ORDERS, HostBackend
 from .merge import merge
 from .nvrtc import NvrtcError
-from .page_pool import PageError, PagePool, PoolExhausted, PoolStatistics
+from .page_pool import PageError, PagePool, PoolExhaustedError, PoolStatistics
 from .pool import pool
 from .prep import prep
 from .round import Round, append
@@ -45,7 +45,7 @@ __all__ = [
     "PageError",
     "PagePool",
     "Pointer",
-    "PoolExhausted",
+    "PoolExhaustedError",
     "PoolStatistics",
     "Round",
     "Settled",

@@ -248,7 +248,7 @@ class Backend(Protocol):
         ...
 
     def write(self, array: Any, values: npt.NDArray[Any]) -> None:
-        """Set an array, or a contiguous part of one, to NumPy values of its dtype and shape, behind every launch so far.
+        """Set an array, or a contiguous part of one, to NumPy values like it, behind every launch so far.
 
         The values may change as soon as it returns.
         """

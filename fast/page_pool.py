@@ -32,7 +32,7 @@ class PageError(RuntimeError):
     """A page was taken or given back against the rules; the message says which, and nothing was changed."""
 
 
-class PoolExhausted(PageError):
+class PoolExhaustedError(PageError):
     """There are fewer free pages than are needed; nothing was taken.
 
     Attributes:
@@ -147,7 +147,7 @@ class PagePool:
         """Take pages, and zero-fill them behind the work that last used them.
 
         Raises:
-            PoolExhausted: there are fewer.
+            PoolExhaustedError: there are fewer.
             PageError: the free list is damaged.
             CaptureError: a step is being captured, which would zero the pages at every replay.
         """
@@ -238,7 +238,7 @@ class PagePool:
 
     def _pop(self, count: int) -> tuple[int, ...]:
         if count > len(self._free):
-            raise PoolExhausted(count, len(self._free), self.layout.pages)
+            raise PoolExhaustedError(count, len(self._free), self.layout.pages)
         entries = [heapq.heappop(self._free) for _ in range(count)]
         pages = tuple(abs(entry) for entry in entries)
         for i, page in enumerate(pages):

@@ -31,7 +31,7 @@ class Round:
     Raises:
         StreamError: a stream is named twice, closed or in another round, a window has no row, or the step's layers
             hold different numbers of positions.
-        PoolExhausted: the pages do not suffice; when the `with` block is entered.
+        PoolExhaustedError: the pages do not suffice; when the `with` block is entered.
     """
 
     def __init__(self, windows: Sequence[tuple[Stream, int]], *, layers: Sequence[int] | None = None) -> None:
@@ -149,7 +149,7 @@ def append(windows: Sequence[tuple[Stream, Sequence[Bf16Array]]]) -> list[list[W
         For each stream what the kernels gave, layer by layer.
 
     Raises:
-        StreamError, PoolExhausted, ValueError, LaunchError: as `Round`; no stream was changed.
+        StreamError, PoolExhaustedError, ValueError, LaunchError: as `Round`; no stream was changed.
     """
     for stream, projections in windows:
         layers = stream.pool.geometry.layers

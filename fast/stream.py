@@ -111,7 +111,7 @@ class Stream:
 
         Raises:
             StreamError: that is more than a stream of this pool may hold.
-            PoolExhausted: the pool has not enough free pages.
+            PoolExhaustedError: the pool has not enough free pages.
         """
         self.require_open()
         if positions > self.pool.context:
