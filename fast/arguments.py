@@ -7,8 +7,10 @@ import math
 import struct
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..reference.arrays import Place, require_place
 from .backend import Argument, Parameter, Pointer
@@ -56,7 +58,7 @@ class Signature:
         if type(argument) is Pointer and "p" in parameter.kinds:
             return self._address(i, argument).to_bytes(_POINTER_BYTES, sys.byteorder)
         if isinstance(argument, np.generic) and argument.dtype.kind in parameter.kinds:
-            raw = argument.tobytes()
+            raw = argument.data.tobytes()
         elif isinstance(argument, ctypes.Structure) and "s" in parameter.kinds:
             raw = bytes(argument)
         else:
@@ -68,15 +70,42 @@ class Signature:
     def _address(self, i: int, pointer: Pointer) -> int:
         if pointer.array is None:
             return 0
-        if type(pointer.array) is np.ndarray and self.place.device is None and not pointer.offset:
-            return int(pointer.array.__array_interface__["data"][0])  # most of a launch's cost is here
-        facts = require_place(f"{self.entry}: argument {i}", pointer.array, self.place)
-        if pointer.offset == 0:
-            return facts.address
-        size = math.prod(facts.shape)
+        if type(pointer.array) is np.ndarray and self.place.device is None:  # most of a launch's cost is here
+            size, itemsize, address = pointer.array.size, pointer.array.itemsize, host_address(pointer.array)
+        else:
+            facts = require_place(f"{self.entry}: argument {i}", pointer.array, self.place)
+            size, itemsize, address = math.prod(facts.shape), facts.dtype.itemsize, facts.address
         if not 0 <= pointer.offset <= size:
             raise ValueError(f"{self.entry}: argument {i} points to element {pointer.offset} of an array of {size}")
-        return facts.address + pointer.offset * facts.dtype.itemsize
+        return address + int(pointer.offset) * itemsize
+
+
+def host_address(array: npt.NDArray[Any]) -> int:
+    """Address of a NumPy array's first element, in half the time that `__array_interface__` takes."""
+    capsule = array.__array_struct__
+    return ctypes.c_size_t.from_address(_capsule_pointer(capsule, None) + _DATA).value
+
+
+class _ArrayInterface(ctypes.Structure):
+    """PyArrayInterface: https://numpy.org/doc/stable/reference/arrays.interface.html#c-struct-access."""
+
+    _fields_ = (
+        ("two", ctypes.c_int),
+        ("nd", ctypes.c_int),
+        ("typekind", ctypes.c_char),
+        ("itemsize", ctypes.c_int),
+        ("flags", ctypes.c_int),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("data", ctypes.c_void_p),
+        ("descr", ctypes.c_void_p),
+    )
+
+
+_DATA = _ArrayInterface.data.offset
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_capsule_pointer.restype = ctypes.c_void_p
 
 
 def _describe(argument: object) -> str:

@@ -32,16 +32,14 @@ from .backend import (
     Fence,
     Launch,
     LaunchError,
-    Module,
     Parameter,
     Pointer,
     Recorder,
     Source,
-    as_dim3,
-    check_sizes,
 )
 from .compiler import CACHE_VARIABLE, CacheError, cache_folder
 from .cupy_device import CupyDevice
+from .module import LoadedModule
 from .nvrtc import Compiled, Nvrtc
 
 PLAIN_SHARED_BYTES = 48 * 1024
@@ -198,20 +196,17 @@ class _Kernel:
         self.dynamic_shared = min(dynamic, PLAIN_SHARED_BYTES - self.static_shared)
 
 
-class CudaModule(Module):
-    """A kernel family loaded into a GPU.
+class CudaModule(LoadedModule[_Kernel]):
+    """A kernel family loaded into a GPU; each run of a launch goes to the stream that is current then.
 
     Args:
         launched: takes the name of each kernel that is launched.
     """
 
     def __init__(self, source: Source, compiled: Compiled, gpu: Gpu, launched: deque[str]) -> None:
-        self.source = source
-        self._gpu = gpu
-        self._launched = launched
         try:
             self._module = gpu.load(compiled.cubin)
-            self._kernels = {
+            kernels = {
                 entry: _Kernel(entry, parameters, gpu, self._module)
                 for entry, parameters in find_parameters(compiled.ptx).items()
             }
@@ -219,37 +214,17 @@ class CudaModule(Module):
             raise LaunchError(
                 f"{source.name}.cu", None, None, f"it does not load: {error}", device=_device_name(gpu)
             ) from None
+        super().__init__(source, kernels)
+        self._gpu = gpu
+        self._launched = launched
 
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """Names that can be launched."""
-        return tuple(self._kernels)
-
-    def parameters(self, entry: str) -> tuple[Parameter, ...]:
-        """What one of them takes, as far as PTX tells."""
-        return self._kernels[entry].signature.parameters
-
-    def bind(
-        self,
-        entry: str,
-        *,
-        grid: Dim3 | int,
-        block: Dim3 | int,
-        args: Sequence[Argument],
-        shared: int = 0,
-    ) -> Launch:
-        """Check and pack a launch; see `Module.bind`. Each run goes to the stream that is current then."""
-        kernel = self._kernels.get(entry)
-        if kernel is None:
-            raise KeyError(f"{self.source.name} has no kernel {entry!r}; it has {', '.join(self._kernels) or 'none'}")
-        grid, block = as_dim3(grid), as_dim3(block)
-        check_sizes(entry, grid, block, shared)
-        packed = ctypes.create_string_buffer(kernel.signature.pack(args))
-        start = ctypes.addressof(packed)
+    def _prepared(self, kernel: _Kernel, grid: Dim3, block: Dim3, shared: int, packed: bytes) -> Launch:
+        held = ctypes.create_string_buffer(packed)
+        start = ctypes.addressof(held)
         offsets = kernel.signature.offsets
         addresses = (ctypes.c_void_p * max(1, len(offsets)))(*(start + offset for offset in offsets))
         self._allow_shared(kernel, shared)
-        return functools.partial(self._run, kernel, grid, block, shared, addresses, packed)
+        return functools.partial(self._run, kernel, grid, block, shared, addresses, held)
 
     def _allow_shared(self, kernel: _Kernel, shared: int) -> None:
         if shared <= kernel.dynamic_shared:
@@ -262,9 +237,9 @@ class CudaModule(Module):
         kernel.dynamic_shared = shared
 
     def _run(
-        self, kernel: _Kernel, grid: Dim3, block: Dim3, shared: int, addresses: ctypes.Array[Any], packed: object
+        self, kernel: _Kernel, grid: Dim3, block: Dim3, shared: int, addresses: ctypes.Array[Any], held: object
     ) -> None:
-        del packed  # kept, as the addresses point into it
+        del held  # kept, as the addresses point into it
         with _told(kernel.signature.entry, self._gpu):
             self._gpu.launch(kernel.function, grid, block, shared, ctypes.addressof(addresses))
         self._launched.append(kernel.signature.entry)

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ..reference.arrays import Place, describe
 from ..reference.geometry import Geometry
-from ..reference.layout import LayerCache, Part
+from ..reference.layout import LayerCache, Layout, Part
+from .arguments import host_address
 from .arrays import T, map_arrays
 from .backend import Argument, Backend, Dim3, Launch, Module, NoDeviceError, Pointer, Source
 from .capture import active_capture
@@ -110,7 +111,7 @@ class Engine:
     @property
     def place(self) -> Place:
         """Where the arrays of a call must lie, and whether the call's checks may look at what they hold."""
-        return Place(device=self.backend.device, now=active_capture() is None)
+        return Place(self.backend.device, active_capture() is None)
 
     def pages(self, cache: LayerCache, end: int | None) -> Pages:
         """The page argument of a cache that a launch reads up to position end - 1; no table where it is contiguous.
@@ -121,8 +122,7 @@ class Engine:
         step = active_capture()
         if step is not None:
             step.keep_cache(cache, end or 0)
-        table = describe(cache.table)
-        return Pages(table and table.address, cache.layout.page_elements, cache.layout.page_size)
+        return Pages(_address(cache.table), cache.layout.page_elements, cache.layout.page_size)
 
     def describe(self) -> str:
         """Which backend runs the kernels, and with what compiler or device."""
@@ -156,7 +156,20 @@ def default_engine() -> Engine:
 
 def part_pointer(cache: LayerCache, part: Part) -> Pointer:
     """The cache pointer of a part: its layer's place in page 0."""
-    return Pointer(cache.buffer, cache.layout.part(cache.layer, part).base)
+    return Pointer(cache.buffer, _part_base(cache.layout, cache.layer, part))
+
+
+@functools.lru_cache
+def _part_base(layout: Layout, layer: int, part: Part) -> int:
+    return int(layout.part(layer, part).base)
+
+
+def _address(array: Any) -> int | None:
+    """Address of an array wherever it lies; None for what is none."""
+    if type(array) is np.ndarray:
+        return host_address(array)
+    facts = describe(array)
+    return None if facts is None else facts.address
 
 
 def int32(value: int) -> np.int32:

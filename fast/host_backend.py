@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from ..reference.arrays import HOST
 from .arguments import Signature
-from .backend import Argument, Dim3, Launch, LaunchError, Module, Parameter, PassedFence, Source, as_dim3, check_sizes
+from .backend import Dim3, Launch, LaunchError, Parameter, PassedFence, Source
 from .compiler import Build, Compiler, build, find_compiler
+from .module import LoadedModule
 
 Order: TypeAlias = Literal["forward", "reverse", "shuffle"]
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffle")
@@ -142,48 +143,24 @@ class _HostEntry:
         self.address = ctypes.addressof(self._record)
 
 
-class HostModule(Module):
-    """A kernel family compiled for this CPU."""
+class HostModule(LoadedModule[_HostEntry]):
+    """A kernel family compiled for this CPU; a launch waits for its kernel."""
 
     def __init__(self, source: Source, backend: HostBackend, path: str) -> None:
-        self.source = source
-        self._backend = backend
         runtime = backend.runtime
+        library = ctypes.CDLL(path)
+        library.kvp_bind.argtypes = [ctypes.c_void_p]
+        library.kvp_bind(runtime.table)
+        super().__init__(source, {name: _HostEntry(name, library, runtime) for name in find_entries(source.text)})
+        self._backend = backend
         self._launch = runtime.launch
-        self._library = ctypes.CDLL(path)
-        self._library.kvp_bind.argtypes = [ctypes.c_void_p]
-        self._library.kvp_bind(runtime.table)
-        self._entries = {name: _HostEntry(name, self._library, runtime) for name in find_entries(source.text)}
 
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """Names that can be launched."""
-        return tuple(self._entries)
-
-    def parameters(self, entry: str) -> tuple[Parameter, ...]:
-        """What one of them takes."""
-        return self._entries[entry].signature.parameters
-
-    def bind(
-        self,
-        entry: str,
-        *,
-        grid: Dim3 | int,
-        block: Dim3 | int,
-        args: Sequence[Argument],
-        shared: int = 0,
-    ) -> Launch:
-        """Check and pack a launch; see `Module.bind`. It waits for the kernel when it runs."""
-        kernel = self._entries.get(entry)
-        if kernel is None:
-            raise KeyError(f"{self.source.name} has no kernel {entry!r}; it has {', '.join(self._entries) or 'none'}")
-        grid, block = as_dim3(grid), as_dim3(block)
-        check_sizes(entry, grid, block, shared)
+    def _prepared(self, kernel: _HostEntry, grid: Dim3, block: Dim3, shared: int, packed: bytes) -> Launch:
         backend = self._backend
         config = _LAUNCH.pack(
             *grid, *block, shared, backend.order_code, backend.workers, backend.seed, backend.timeout_s
         )
-        return functools.partial(self._run, kernel, config, kernel.signature.pack(args))
+        return functools.partial(self._run, kernel, config, packed)
 
     def _run(self, kernel: _HostEntry, config: bytes, packed: bytes) -> None:
         error = _Error()

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,8 @@ COMPILE_OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz
 """How every CUDA compiler, NVRTC or nvcc, compiles the kernels: IEEE, and an FMA only where the source names one."""
 
 _LIBRARY = "libnvrtc.so.*"
+_RELEASES = range(12, 20)
+"""Of CUDA, whose wheels are looked for."""
 
 
 class NvrtcError(CompileError):
@@ -55,7 +58,10 @@ class Compiled:
 
 
 def find_nvrtc() -> Path:
-    """The library: `$KVPROOF_NVRTC`, a CUDA 12 or 13 wheel's, or a CUDA toolkit's.
+    """The library: `$KVPROOF_NVRTC`, a wheel's, or a CUDA toolkit's.
+
+    Of several wheels (CUDA 12 and 13 may both be installed) it is that of the CUDA release which the installed CuPy is
+    built for (cupy-cuda12x, cupy-cuda13x), as CuPy loads what is compiled; without such a pair, the newest.
 
     Raises:
         NvrtcError: there is none, or `$KVPROOF_NVRTC` names no file.
@@ -88,10 +94,18 @@ def _release_in(folder: Path) -> tuple[int, ...]:
 
 def _folders() -> Iterator[Path]:
     spec = find_spec("nvidia")
-    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
-        yield Path(root) / "cuda_nvrtc" / "lib"  # the wheels of CUDA 12
-        yield from sorted(Path(root).glob("cu1[3-9]/lib"), reverse=True)  # the wheels of CUDA 13
+    roots = () if spec is None else spec.submodule_search_locations or ()
+    for release in sorted(_RELEASES, key=lambda release: (_has_cupy(release), release), reverse=True):
+        # The wheels of CUDA 12 have a folder for each library, later ones one for them all.
+        yield from (Path(root) / ("cuda_nvrtc" if release == 12 else f"cu{release}") / "lib" for root in roots)
     yield from (folder / "lib64" for folder in toolkit_folders())
+
+
+def _has_cupy(release: int) -> bool:
+    try:
+        return bool(metadata.version(f"cupy-cuda{release}x"))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 class Nvrtc:

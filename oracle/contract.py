@@ -4,6 +4,7 @@ Each case runs once over contiguous caches; what that gives is the truth that ev
 kernel by kernel, each kernel given the truth's results so that it is judged alone. The truth itself is held against the
 float64 reference by the bound gate. Paged runs go over several page sizes, tables and thread orders; the memory gate
 repeats them with everything poisoned that no kernel may read, and compares the whole arena with what it should hold.
+Then launches are captured and replayed (`captured`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..fast import CompileError, LaunchError, default_engine
 from ..reference.geometry import Geometry
 from ..reference.layout import LayerCache, Layout
 from .arithmetic import arithmetic_of
+from .captured import check_captured
 from .cases import CHECK_LAYERS, Case, CaseData, StreamCase, fill
 from .compare import Site, compare_bits, compare_bound
 from .controls import Control, controls
@@ -54,6 +56,7 @@ class Plan:
         cases, page_sizes: each with each.
         seed: of the data and the shuffled tables.
         replay: the command line that runs one case at one page size again; its fields are {case} and {page}.
+        captured: check captured launches too, once for all cases.
 
     Raises:
         ValueError: a page size that is not a positive multiple of the block.
@@ -64,6 +67,7 @@ class Plan:
     page_sizes: tuple[int, ...]
     seed: int
     replay: str
+    captured: bool = True
 
     def __post_init__(self) -> None:
         for page_size in self.page_sizes:
@@ -116,6 +120,9 @@ def check(
         variant.prepare(plan.geometry, lambda family: None)
     for case in plan.cases:
         _check_case(plan, case, variants, report, progress)
+    if plan.captured and plan.cases and plan.page_sizes:
+        replay = plan.replay.format(case=plan.cases[0].name, page=plan.page_sizes[0])
+        check_captured(plan.geometry, variants, report, seed=plan.seed, replay=replay)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,12 @@ def run_example(geometry: Geometry, example: Draw, variants: Sequence[Variant], 
         variants: at least one; the first gives the truth.
     """
     plan = Plan(
-        geometry=geometry, cases=(example.case,), page_sizes=(example.page_size,), seed=seed, replay=example.replay
+        geometry=geometry,
+        cases=(example.case,),
+        page_sizes=(example.page_size,),
+        seed=seed,
+        replay=example.replay,
+        captured=False,
     )
     check(plan, variants, report)
     check_rows(geometry, example, variants, report, seed=seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -71,11 +71,23 @@ def matrix_json(found: Sequence[Caught], waiting: Sequence[Fault], seed: int) ->
     }
 
 
-def print_mutants(console: Console, judged: Sequence[Judged], seconds: float) -> None:
-    """Counts by file, what killed how many, the survivors, and the score."""
-    table = Table(title="mutants")
+def print_mutants(
+    console: Console,
+    judged: Sequence[Judged],
+    seconds: float,
+    *,
+    title: str = "mutants",
+    statuses: Sequence[Status] = ("killed", "survived", "equivalent", "invalid"),
+    killer: Callable[[Judged], str] | None = None,
+) -> None:
+    """Counts by file, what killed how many, the survivors, and the score.
+
+    Args:
+        statuses: that these mutants may have, each a column.
+        killer: what killed a mutant, in a word or two; by default the gate that did.
+    """
+    table = Table(title=title)
     table.add_column("file")
-    statuses: tuple[Status, ...] = ("killed", "survived", "equivalent", "invalid")
     for name in statuses:
         table.add_column(name, justify="right")
     by_file = Counter((one.mutant.file, one.status) for one in judged)
@@ -85,18 +97,19 @@ def print_mutants(console: Console, judged: Sequence[Judged], seconds: float) ->
     table.add_section()
     table.add_row("all", *(str(total[status]) for status in statuses))
     console.print(table)
-    killers = Counter(_killer(one) for one in judged if one.status == "killed")
+    killers = Counter((killer or _gate)(one) for one in judged if one.status == "killed")
     console.print("killed by " + ", ".join(f"{name} {count}" for name, count in killers.most_common()))
     for one in judged:
         if one.status == "survived":
-            console.print(Text(f"survived: {one.mutant}    {one.mutant.text}", style="red"))
+            console.print(Text(f"survived: {' '.join(str(one.mutant).split())}    {one.mutant.text}", style="red"))
+    kind = "valid mutants" if "invalid" in statuses else "mutants"
     console.print(
-        f"{score(judged):.1%} of {len(judged) - total['invalid']} valid mutants are killed, or equivalent for a reason "
-        f"given ({seconds:.0f} s)"
+        f"{score(judged):.1%} of {len(judged) - total['invalid']} {kind} are killed, or equivalent for a reason given "
+        f"({seconds:.0f} s)"
     )
 
 
-def _killer(one: Judged) -> str:
+def _gate(one: Judged) -> str:
     for name in ("bits", "bound", "memory", "controls", "validation", "pinned bits", "sanitizer"):
         if one.by.startswith(name):
             return name

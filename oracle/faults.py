@@ -1,24 +1,30 @@
 """The fault catalogue: mechanisms that gave wrong numbers in public paged-attention code, planted in ours.
 
-Each entry is planted as a small change of kernel text, or of a step of the host around the kernels, and run through the
-contract over drawn examples until the gate that should see it goes red (`hunt`). An entry whose mechanism is in no part
-that we have yet says which part it waits for.
+Each entry is planted as a small change of kernel text, of a step of the host around the kernels, or of a method of the
+program, and run through the contract over drawn examples until the gate that should see it goes red (`hunt`). An entry
+whose mechanism is in no part that we have yet says which part it waits for.
 
 An edit that no longer applies is an error (`KernelSources.edit`): a fault is never skipped in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ..fast import KernelSources
+from ..fast import Capture, Engine, KernelSources
+from ..fast.backend import Launch
 from ..reference.geometry import Geometry, Rope, Weights
 from ..reference.layout import LayerCache
 from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
+from .captured import CAPTURED, Batch
 from .examples import ROWS
 from .operations import Array, Kernels
 
@@ -26,7 +32,7 @@ Gate: TypeAlias = Literal["bits", "bound", "memory", "controls", "validation"]
 FAULT_GATES: tuple[Gate, ...] = ("bits", "bound", "memory", "controls", "validation")
 """The contract's gates, and the checks of arguments that come before a launch."""
 
-Inputs: TypeAlias = Literal["drawn", "high page", "bad tables"]
+Inputs: TypeAlias = Literal["drawn", "high page", "bad tables", "captured"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +61,8 @@ class Fault:
         id: of `faults.md`.
         title, mechanism: what goes wrong, in a few words and in a sentence.
         gate: that should see it, on one of `kernels`; "chunks" stands for its forms too, such as "chunks_ahead".
-        edits: of kernel text; `host`: a wrapper of the kernels that changes what they are handed, named by
-            `host_step`.
+        edits: of kernel text; `host`: a wrapper of the kernels that changes what they are handed; `method`: replaces
+            one of the program's for as long as it is entered. `host_step` says in words what either changes.
         inputs: what it is run on; `shown_by` says which of them show it.
         waiting: set where it is not planted.
     """
@@ -68,6 +74,7 @@ class Fault:
     kernels: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = ()
     host: Callable[[Kernels], Kernels] | None = None
+    method: Callable[[], AbstractContextManager[None]] | None = None
     host_step: str = ""
     inputs: Inputs = "drawn"
     shown_by: str = ""
@@ -168,6 +175,50 @@ def _reads_without_an_upper_bound(kernels: Kernels) -> Kernels:
     return _Handed(kernels, change)
 
 
+# ---- methods ----
+
+
+@contextlib.contextmanager
+def replaced(owner: type, name: str, method: Callable[..., None]) -> Iterator[None]:
+    """Inside the `with` block a class has another method of this name.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    kept = getattr(owner, name)
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def _padding_rows_cleared_in_part() -> AbstractContextManager[None]:
+    return replaced(Batch, "clear", _clears_the_first_entry_only)
+
+
+def _clears_the_first_entry_only(batch: Batch, row: int) -> None:
+    batch.tables[row, 0] = batch.scratch[0]
+
+
+def _captures_of_addresses() -> AbstractContextManager[None]:
+    return replaced(Capture, "add", _keeps_addresses_only)
+
+
+def _keeps_addresses_only(step: Capture, engine: Engine, launch: Launch, arrays: Any) -> None:
+    """`Capture.add` that lets go of the arrays; a filling launch holds its array, so it is taken down by address."""
+    if isinstance(arrays, np.ndarray) and isinstance(launch, functools.partial):
+        launch = functools.partial(
+            _fill_at, arrays.ctypes.data, arrays.nbytes, np.full(1, launch.args[1], arrays.dtype)
+        )
+    step._recorder.add(launch)
+
+
+def _fill_at(address: int, size: int, value: np.ndarray[Any, Any]) -> None:
+    memory = memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+    np.frombuffer(memory, value.dtype)[:] = value
+
+
 # ---- the catalogue ----
 
 _STORES = ("prep", "pool")
@@ -175,7 +226,6 @@ _ATTENDS = ("chunks", "dense", ROWS)
 
 _DRAFTS = "drafts"
 _CACHE = "prompt cache"
-_CAPTURED = "captured launches"
 _STREAMS = "device streams"
 
 CATALOGUE: tuple[Fault, ...] = (
@@ -538,9 +588,11 @@ CATALOGUE: tuple[Fault, ...] = (
         mechanism="When a batch shrinks, its padding rows are cleared in their first table entry only and still name "
         "the last step's pages.",
         gate="memory",
-        waiting=Waiting(
-            part=_CAPTURED, reason="a launch has one stream and no padding rows; tables are made for each call"
-        ),
+        kernels=(CAPTURED,),
+        method=_padding_rows_cleared_in_part,
+        host_step="of a row without a stream, the captured batch clears the first table entry only",
+        inputs="captured",
+        shown_by="a batch that shrinks from 3 streams of 3 pages to 1, while a new stream takes pages of the others",
     ),
     Fault(
         id="F21",
@@ -595,7 +647,12 @@ CATALOGUE: tuple[Fault, ...] = (
         title="a stale address in a captured launch",
         mechanism="The selected list is allocated anew for each call, and a captured launch keeps the old address.",
         gate="bits",
-        waiting=Waiting(part=_CAPTURED, reason="nothing is captured"),
+        kernels=(CAPTURED,),
+        method=_captures_of_addresses,
+        host_step="a capture keeps the addresses of its launches' arrays, and not the arrays",
+        inputs="captured",
+        shown_by="a sparse step captured in two parts, between which a prompt of another shape gets the memory of the "
+        "lists; with all freed memory held by others, what the replay stores there shows",
     ),
     Fault(
         id="F25",

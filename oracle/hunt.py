@@ -9,6 +9,7 @@ import functools
 import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from ..fast import HostBackend, KernelSources, LaunchError
 from ..reference.geometry import TINY, Geometry
 from ..reference.layout import BF16, PARTS, LayerCache, Layout
 from ..reference.results import Bf16Array, KeyLists
+from .captured import check_captured
 from .cases import Case, CaseData, StreamCase, at_check, fill
 from .compare import Site, compare_bits
 from .contract import LAYER
@@ -196,10 +198,20 @@ def _judge(report: Report, *, gate: str, kernel: str, where: str, message: str |
         report.failed(Failure(gate=gate, kernel=kernel, where=where, message=message, replay=replay))
 
 
+def _captured(geometry: Geometry, seed: int, replay: str) -> Iterator[Trial]:
+    """Captured launches, replayed while memory and pages change hands."""
+
+    def trial(variants: Sequence[Variant], report: Report) -> None:
+        check_captured(geometry, variants, report, seed=seed, replay=replay)
+
+    yield trial
+
+
 _INPUTS: Mapping[Inputs, Callable[[Geometry, int, str], Iterator[Trial]]] = {
     "drawn": _drawn,
     "high page": _high_page,
     "bad tables": _bad_tables,
+    "captured": _captured,
 }
 
 
@@ -275,7 +287,8 @@ class Hunt:
             message = self._unplanted_failure(fault.inputs, number, trial)
             if message is not None:
                 break
-            self._try(trial, variants, report)
+            with (fault.method or nullcontext)():
+                self._try(trial, variants, report)
             if _seen(fault, report):
                 break
         return Caught(

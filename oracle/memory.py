@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import fast
-from ..fast import Backend, Engine, KernelSources
+from ..fast import Backend, Capture, Engine, KernelSources
+from ..fast.capture import active_capture
 from ..reference.geometry import Geometry, Rope, Weights
 from ..reference.layout import PARTS, LayerCache
 from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
@@ -21,9 +23,14 @@ from .scene import Scene
 GUARD_BYTES = 256
 GUARD = 0xA5
 
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+
 
 class GuardedEngine(Engine):
     """An engine whose every output lies between guard bytes, those between fences, and starts poisoned.
+
+    Outputs that are made while a step is captured belong to it: they are watched for as long as it lives, and their
+    memory is never used again.
 
     Args:
         poison: the byte that fills an output before its kernel runs; 0xFF reads as NaN.
@@ -40,8 +47,9 @@ class GuardedEngine(Engine):
     ) -> None:
         super().__init__(backend, sources=sources, threads=threads, gpu_split=gpu_split)
         self.poison = poison
-        self._guarded: list[npt.NDArray[np.uint8]] = []
-        self._free: dict[int, list[npt.NDArray[np.uint8]]] = {}
+        self._guarded: list[_Bytes] = []
+        self._captured: list[tuple[weakref.ref[Capture], _Bytes]] = []
+        self._free: dict[int, list[_Bytes]] = {}
 
     def empty(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A poisoned array between guards, which `broken_guards` watches from now on."""
@@ -50,35 +58,47 @@ class GuardedEngine(Engine):
         raw = self._take(size + 2 * GUARD_BYTES)
         raw[:] = GUARD
         raw[GUARD_BYTES : GUARD_BYTES + size] = self.poison
-        self._guarded.append(raw)
+        step = active_capture()
+        if step is None:
+            self._guarded.append(raw)
+        else:
+            self._captured.append((weakref.ref(step), raw))
         inside: npt.NDArray[Any] = raw[GUARD_BYTES : GUARD_BYTES + size].view(kind).reshape(tuple(shape))
         return inside
 
     def broken_guards(self) -> list[str]:
-        """What was written outside the outputs made since the last call; their memory is used again from now on."""
-        found = []
+        """What was written since the last call outside the outputs made since then, and those of captured steps.
+
+        The memory of the former is used again from now on.
+        """
+        watched = [*self._guarded, *(raw for _, raw in self._captured)]
+        found = [told for raw in watched if (told := _broken_guard(raw)) is not None]
         for raw in self._guarded:
-            size = len(raw) - 2 * GUARD_BYTES
-            touched = np.flatnonzero(np.concatenate([raw[:GUARD_BYTES], raw[-GUARD_BYTES:]]) != GUARD)
-            if len(touched):
-                first = int(touched[0])
-                where = (
-                    f"{GUARD_BYTES - first} bytes before"
-                    if first < GUARD_BYTES
-                    else f"byte {first - GUARD_BYTES} behind"
-                )
-                found.append(f"{len(touched)} guard bytes changed, the first {where} an output of {size} bytes")
             self._free.setdefault(len(raw), []).append(raw)
         self._guarded.clear()
+        self._captured = [(step, raw) for step, raw in self._captured if step() is not None]
         return found
 
-    def _take(self, size: int) -> npt.NDArray[np.uint8]:
+    def _take(self, size: int) -> _Bytes:
         """Fenced memory, where it is the host's."""
         if self.backend.name != "host":
-            raw: npt.NDArray[np.uint8] = self.backend.empty((size,), np.uint8)
+            raw: _Bytes = self.backend.empty((size,), np.uint8)
             return raw
         free = self._free.get(size)
         return free.pop() if free else fenced(size)
+
+
+def _broken_guard(raw: _Bytes) -> str | None:
+    """What was written before or behind an output, whose guards are whole again then; None where nothing was."""
+    size = len(raw) - 2 * GUARD_BYTES
+    before, behind = raw[:GUARD_BYTES], raw[GUARD_BYTES + size :]
+    touched = np.flatnonzero(np.concatenate([before, behind]) != GUARD)
+    if not len(touched):
+        return None
+    before[:] = behind[:] = GUARD
+    first = int(touched[0])
+    where = f"{GUARD_BYTES - first} bytes before" if first < GUARD_BYTES else f"byte {first - GUARD_BYTES} behind"
+    return f"{len(touched)} guard bytes changed, the first {where} an output of {size} bytes"
 
 
 class FastKernels:

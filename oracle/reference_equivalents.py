@@ -67,7 +67,7 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
         ("results.py", "if not sparse.any() and nk.min(initial=0) >= 0:", "0", "1", 0),
         ("results.py", "if not sparse.any() and nk.min(initial=0) >= 0:", ">=", ">", 0),
         ("results.py", "if not sparse.any() and nk.min(initial=0) >= 0:", "0", "1", 1),
-        ("results.py", "return int(nk.max(initial=0))", "return int(nk.max(initial=0))", "pass", 0),
+        ("results.py", "return most", "return most", "pass", 0),
     ),
     "The dtype that NumPy comes to without it: a quotient of integers is float64, and so is a comparison with float64.": (
         (
@@ -127,6 +127,15 @@ EQUIVALENT: Mapping[str, tuple[Key, ...]] = {
     ),
     "One page is named once, so counting the names finds nothing.": (
         ("layout.py", "if np.bincount(used).max() > 1:", ">", ">=", 0),
+    ),
+    "Equal steps, each taken equally often, are those of one row of one head: two would lie on each other.": (
+        (
+            "layout.py",
+            "if (self.head_stride, self.heads) > (self.row_stride, self.rows_per_page):",
+            ">",
+            ">=",
+            0,
+        ),
     ),
     "0 divided by it is 0.": (
         (

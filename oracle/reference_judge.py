@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.util import find_spec
@@ -19,10 +18,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from .fault_report import score
+from .fault_report import print_mutants
 from .mutant_judge import Status
 from .mutants import Judged, Mutant
 from .reference_equivalents import reason_of
@@ -132,24 +129,7 @@ def _ends(trials: Sequence[Trial], *, jobs: int) -> Iterator[dict[str, Any]]:
 def print_reference_mutants(console: Console, judged: Sequence[Judged], seconds: float) -> None:
     """Counts by file, which tests killed how many, the survivors, and the score."""
     statuses: tuple[Status, ...] = ("killed", "survived", "equivalent")
-    table = Table(title="mutants of the reference")
-    table.add_column("file")
-    for name in statuses:
-        table.add_column(name, justify="right")
-    counts = Counter((one.mutant.file, one.status) for one in judged) + Counter(("all", one.status) for one in judged)
-    for file in dict.fromkeys(one.mutant.file for one in judged):
-        table.add_row(file, *(str(counts[file, status]) for status in statuses))
-    table.add_section()
-    table.add_row("all", *(str(counts["all", status]) for status in statuses))
-    console.print(table)
-    killers = Counter(_killer(one) for one in judged if one.status == "killed")
-    console.print("killed by " + ", ".join(f"{name} {count}" for name, count in killers.most_common()))
-    for one in judged:
-        if one.status == "survived":
-            console.print(Text(f"survived: {' '.join(str(one.mutant).split())}    {one.mutant.text}", style="red"))
-    console.print(
-        f"{score(judged):.1%} of {len(judged)} mutants are killed, or equivalent for a reason given ({seconds:.0f} s)"
-    )
+    print_mutants(console, judged, seconds, title="mutants of the reference", statuses=statuses, killer=_killer)
 
 
 def _killer(one: Judged) -> str:

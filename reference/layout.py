@@ -56,8 +56,13 @@ class RowMap:
     def locate(self, offset: int) -> tuple[int, int, int, int] | None:
         """The (page, row in page, head, element) that an element offset belongs to; None outside this part."""
         page, inside = divmod(offset - self.base, self.page_stride)
-        row, inside = divmod(inside, self.row_stride)
-        head, element = divmod(inside, self.head_stride)
+        # The larger step is the outer one; of equal steps, that which is taken more than once.
+        if (self.head_stride, self.heads) > (self.row_stride, self.rows_per_page):
+            head, inside = divmod(inside, self.head_stride)
+            row, element = divmod(inside, self.row_stride)
+        else:
+            row, inside = divmod(inside, self.row_stride)
+            head, element = divmod(inside, self.head_stride)
         if offset < self.base or row >= self.rows_per_page or head >= self.heads or element >= self.width:
             return None
         return page, row, head, element

@@ -41,6 +41,7 @@ def bf16(x: npt.ArrayLike) -> Bf16Array:
 def widen(x: npt.NDArray[np.generic]) -> FloatArray:
     """bf16, fp32 or float64 as float64, same shape; exact."""
     if x.dtype == BF16:  # the upper half of an fp32: faster than its cast
-        x = (np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+        whole = np.ascontiguousarray(x).reshape(x.shape)  # which an array without axes loses
+        x = (whole.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(invalid="ignore"):  # a signalling NaN in a cache is data like any other
         return x.astype(np.float64)

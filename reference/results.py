@@ -182,7 +182,7 @@ def require_scores(geometry: Geometry, cache: LayerCache, iq: Bf16Array, pos0: i
 
 def require_select(geometry: Geometry, scores: npt.NDArray[Any], pos0: int, place: Place = HOST) -> int:
     """Check the arguments of select; returns the window's rows."""
-    rows = _leading(scores)
+    rows = _score_rows(scores)
     require_rows(pos0, rows)
     _require_float("scores", scores, (rows, score_blocks(geometry, pos0, rows)), place)
     return rows
@@ -266,10 +266,11 @@ def _list_end(lists: KeyLists, place: Place) -> int:
 
 def _read_list_end(lists: KeyLists) -> int:
     nk, sparse, capacity = lists.nk, lists.sparse, lists.ids.shape[1]
-    if lists.longest is not None and nk.max(initial=0) > lists.longest:
-        raise ValueError(f"lists.longest is {lists.longest}; it must be at least {nk.max()}, the largest of lists.nk")
+    most = int(nk.max(initial=0))
+    if lists.longest is not None and most > lists.longest:
+        raise ValueError(f"lists.longest is {lists.longest}; it must be at least {most}, the largest of lists.nk")
     if not sparse.any() and nk.min(initial=0) >= 0:
-        return int(nk.max(initial=0))
+        return most
     for row in np.flatnonzero((sparse != 0) & (sparse != 1)):
         raise ValueError(f"lists.sparse[{row}] is {sparse[row]}; it must be 0 or 1")
     for row in np.flatnonzero((nk < 0) | ((sparse == 1) & (nk > capacity))):
@@ -282,9 +283,14 @@ def _read_list_end(lists: KeyLists) -> int:
     return max(dense_end, int(lists.ids[used].max(initial=-1)) + 1)
 
 
-def _leading(array: Any) -> int:
-    """Extent of the first axis, 0 for what has none; the array check that follows names the fault."""
-    return next(iter(shape_of(array)), 0)
+def _score_rows(scores: Any) -> int:
+    """Extent of the first axis of two, which tells how wide the second must be."""
+    facts = describe(scores)
+    if facts is None:
+        raise TypeError(f"scores is a {type(scores).__name__}; it must be a float array [rows, blocks]")
+    if len(facts.shape) != 2:
+        raise ValueError(f"scores has shape {list(facts.shape)}; it must be [rows, blocks]")
+    return facts.shape[0]
 
 
 def _require_float(name: str, array: Any, shape: tuple[int | None, ...], place: Place) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kvproof.reference import KV_STYLES, TINY, KvLayout, LayerCache, Layout
 from kvproof.reference.attention import paged_attention
 from kvproof.reference.layout import BF16, PARTS, RowMap
@@ -204,6 +206,57 @@ def test_other_layouts_have_the_addresses_that_their_shapes_count(layout):
         for page, row, head, element in np.ndindex(4, 3, 2, 5):
             at = (page, row, head, element) if nhd else (page, head, row, element)
             assert view[at] == place[part, page, row, head, element]
+
+
+@layouts
+def test_every_offset_of_another_layout_is_traced_to_its_owner_and_to_no_other(layout):
+    """Padding and the other half of an interleaved array belong to nobody."""
+    arrays = counted(layout.style, 4, 3, 2, 5, layout.padding)
+    for part, owners in zip(("keys", "values"), (arrays[0], arrays[-1]), strict=True):
+        for offset, owner in enumerate(owners):
+            want = owner[1:] if owner is not None and owner[0] == part else None
+            assert layout.part(part).locate(offset) == want, f"offset {offset} of {part}"
+
+
+@st.composite
+def row_maps(draw):
+    """A part of any layout, and its pages."""
+    pages, blocks, heads, width = draw(st.tuples(*[st.integers(1, 4)] * 4))
+    if draw(st.booleans()):
+        geometry = dataclasses.replace(
+            TWO_LAYERS,
+            query_heads=heads,
+            kv_heads=heads,
+            head_dim=8 * width,
+            index_dim=8,
+            block=draw(st.integers(1, 3)),
+        )
+        layout = Layout(geometry=geometry, page_size=blocks * geometry.block, pages=pages)
+        return layout.part(draw(st.integers(0, 1)), draw(st.sampled_from(PARTS))), pages
+    layout = KvLayout(
+        style=draw(st.sampled_from(KV_STYLES)),
+        pages=pages,
+        page_size=blocks,
+        kv_heads=heads,
+        head_dim=width,
+        padding=draw(st.integers(0, 9)),
+    )
+    return layout.part(draw(st.sampled_from(["keys", "values"]))), pages
+
+
+@given(row_maps())
+def test_tracing_an_offset_inverts_it(case):
+    """In any layout: the address of each element leads back to it, and every other offset to nobody."""
+    where, pages = case
+    starts = where.offsets(np.arange(pages * where.rows_per_page), np.arange(pages, dtype=np.int32))
+    owners = {
+        int(start) + element: (*divmod(row, where.rows_per_page), head, element)
+        for (row, head), start in np.ndenumerate(starts)
+        for element in range(where.width)
+    }
+    assert len(owners) == starts.size * where.width
+    for offset in range(-2, pages * where.page_stride):
+        assert where.locate(offset) == owners.get(offset), f"offset {offset}"
 
 
 @layouts

@@ -210,10 +210,19 @@ def test_select(scores, pos0, error, message):
         reference.select(TINY, scores, pos0)
 
 
-@pytest.mark.parametrize("scores", [[[0.0]], None, np.zeros(())], ids=["list", "none", "no-axis"])
-def test_scores_that_are_no_rows(scores):
-    with pytest.raises((TypeError, ValueError)):
-        reference.select(TINY, scores, 0)
+NO_ROWS = {
+    "list": ([[0.0]], TypeError, "scores is a list; it must be a float array [rows, blocks]"),
+    "none": (None, TypeError, "scores is a NoneType; it must be a float array [rows, blocks]"),
+    "no-axis": (np.zeros(()), ValueError, "scores has shape []; it must be [rows, blocks]"),
+    "one-axis": (np.zeros(5), ValueError, "scores has shape [5]; it must be [rows, blocks]"),
+    "three-axes": (np.zeros((3, 5, 1)), ValueError, "scores has shape [3, 5, 1]; it must be [rows, blocks]"),
+}
+
+
+@pytest.mark.parametrize(("scores", "error", "message"), NO_ROWS.values(), ids=NO_ROWS)
+def test_scores_that_are_no_rows(scores, error, message):
+    with refused(error, message):
+        reference.select(TINY, scores, 17)
 
 
 def lists(**changes):
@@ -276,6 +285,11 @@ LISTS = {
         lists(ids=ids_with((2, 3), 40)),
         ValueError,
         "position 40 does not fit a contiguous cache of 40 positions",
+    ),
+    "longest": (
+        dataclasses.replace(KeyLists.dense([3, 16, 1]), longest=15),
+        ValueError,
+        "lists.longest is 15; it must be at least 16, the largest of lists.nk",
     ),
     "dense-outside": (
         KeyLists.dense([0, 41, 3]),

@@ -10,7 +10,7 @@ from kvproof.reference import geometry as shapes
 from kvproof.reference.geometry import Geometry, require_array
 from kvproof.reference.layout import BF16, RowMap
 from kvproof.reference.prep import Fields
-from streams import SLIM, make_cache, make_weights, refused
+from streams import ODD, SLIM, make_cache, make_weights, refused
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -179,24 +179,23 @@ def test_all_dims_may_be_rotated():
 
 
 WEIGHTS = {
-    "q_scale": ([32], "q_scale"),
-    "k_scale": ([32], "k_scale"),
+    "q_scale": ([24], "q_scale"),
+    "k_scale": ([24], "k_scale"),
     "i_scale": ([16], "i_scale"),
     "pool_scale": ([16], "pool_scale"),
-    "inv_freq": ([8], "inv_freq"),
+    "inv_freq": ([6], "inv_freq"),
 }
-NARROW_INDEX = dataclasses.replace(TINY, index_dim=16)
-"""Heads, indexer and rotary frequencies of three widths."""
+"""Heads, indexer and rotary frequencies of ODD are of three widths."""
 
 
 @pytest.mark.parametrize(("shape", "name"), WEIGHTS.values(), ids=WEIGHTS)
 def test_weights_have_the_geometrys_widths(shape, name):
-    weights = make_weights(NARROW_INDEX)
-    weights.require(NARROW_INDEX)
+    weights = make_weights(ODD)
+    weights.require(ODD)
     with refused(ValueError, f"weights.{name} has shape [3]; it must be {shape}"):
-        dataclasses.replace(weights, **{name: np.ones(3, np.float32)}).require(NARROW_INDEX)
+        dataclasses.replace(weights, **{name: np.ones(3, np.float32)}).require(ODD)
     with refused(ValueError, f"weights.{name} has dtype float64; it must be float32 {shape}"):
-        dataclasses.replace(weights, **{name: np.ones(shape)}).require(NARROW_INDEX)
+        dataclasses.replace(weights, **{name: np.ones(shape)}).require(ODD)
 
 
 TRIPLES = np.zeros((2, 3), np.int32)

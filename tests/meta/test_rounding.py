@@ -75,7 +75,8 @@ def test_conversions_are_silent_whatever_the_caller_lets_numpy_raise():
 def test_shapes_are_kept(shape):
     rounded = bf16(np.ones(shape))
     assert (rounded.shape, rounded.dtype) == (shape, BF16)
-    assert widen(np.ones(shape)).shape == shape
+    for given_ in (np.ones(shape), np.ones(shape, np.float32), np.ones(shape, BF16), rounded):
+        assert (widen(given_).shape, widen(given_).dtype) == (shape, np.float64)
 
 
 def test_rows_that_do_not_lie_together_are_converted():

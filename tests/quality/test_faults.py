@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import pickle
 import re
 import subprocess
 import sys
 
 import pytest
-from kvproof.fast import HostBackend, KernelSources
+from kvproof.fast import Capture, HostBackend, KernelSources
 from kvproof.oracle import hunt as hunting
 from kvproof.oracle import mutants as mutating
+from kvproof.oracle.captured import Batch
 from kvproof.oracle.cases import at_check
 from kvproof.oracle.equivalent_mutants import EQUIVALENT, reason_of
 from kvproof.oracle.examples import draw, run_example
-from kvproof.oracle.faults import CATALOGUE, FAULT_GATES, Edit, Fault, chosen
+from kvproof.oracle.faults import CATALOGUE, FAULT_GATES, Edit, Fault, chosen, replaced
 from kvproof.oracle.hunt import Hunt
 from kvproof.oracle.isolate import isolated
 from kvproof.oracle.mutant_judge import SANITIZER, judge, portable
@@ -40,14 +43,19 @@ def test_an_entry_is_either_planted_or_says_what_it_waits_for(fault):
     assert fault.title
     assert fault.mechanism.endswith(".")
     assert fault.gate in FAULT_GATES
-    assert fault.planted == bool(fault.edits or fault.host)
+    assert fault.planted == bool(fault.edits or fault.host or fault.method)
     if fault.planted:
         assert fault.kernels
         assert fault.shown_by
-        assert bool(fault.host) == bool(fault.host_step)
+        assert bool(fault.host or fault.method) == bool(fault.host_step)
     else:
-        assert fault.waiting.part in ("drafts", "prompt cache", "captured launches", "device streams")
+        assert fault.waiting.part in ("drafts", "prompt cache", "device streams")
         assert fault.waiting.reason
+
+
+@pytest.mark.parametrize("fault", CATALOGUE, ids=lambda f: f.id)
+def test_an_entry_comes_back_from_a_process_of_its_own(fault):
+    assert pickle.loads(pickle.dumps(fault)) == fault
 
 
 @pytest.mark.parametrize("fault", PLANTED, ids=lambda f: f.id)
@@ -64,7 +72,7 @@ def test_an_edit_that_no_longer_applies_is_an_error_and_not_a_pass():
         Hunt().run(fault)
 
 
-@pytest.mark.parametrize("name", ["F05", "F11", "F16", "F18", "F22", "F30"])
+@pytest.mark.parametrize("name", ["F05", "F11", "F16", "F18", "F20", "F22", "F24", "F30"])
 def test_a_fault_is_caught_by_the_gate_that_should(name):
     caught = Hunt().run(chosen([name])[0])
     assert caught.caught, caught.message
@@ -98,6 +106,22 @@ def test_unplanted_kernels_that_are_red_are_no_proof(monkeypatch):
     assert caught.message.startswith("the unplanted kernels are red too: ")
 
 
+def test_a_method_is_replaced_while_the_planted_kernels_run_and_no_longer():
+    kept = Batch.clear, Capture.add
+    for name in ("F20", "F24"):
+        assert Hunt().run(chosen([name])[0]).caught
+        assert (Batch.clear, Capture.add) == kept
+    with pytest.raises(AttributeError, match="no_such_method"), replaced(Batch, "no_such_method", kept[0]):
+        pass
+
+
+def test_a_replaced_method_that_does_the_same_is_missed():
+    clear = Batch.clear
+    harmless = dataclasses.replace(chosen(["F20"])[0], method=lambda: replaced(Batch, "clear", clear))
+    caught = Hunt().run(harmless)
+    assert (caught.caught, caught.message) == (False, "memory of captured stayed green; red: nothing")
+
+
 def test_what_waits_cannot_be_run():
     with pytest.raises(ValueError, match="F04 waits for drafts"):
         Hunt().run(chosen(["F04"])[0])
@@ -125,14 +149,16 @@ def kvproof(*words):
 
 def test_the_command_prints_the_matrix_and_writes_json(tmp_path):
     file = tmp_path / "faults.json"
-    done = kvproof("faults", "--only", "F30", "--only", "F04", "--json", str(file))
+    chosen_ids = [word for name in ("F20", "F30", "F04") for word in ("--only", name)]
+    done = kvproof("faults", *chosen_ids, "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"F30 .* caught ", done.stdout)
     assert "F04 rollback of half the pooling state: waits for drafts" in done.stdout
-    assert "GREEN: 1 of 1 planted faults caught" in done.stdout
+    assert re.search(r"F20 .* red .* caught ", done.stdout)
+    assert "GREEN: 2 of 2 planted faults caught" in done.stdout
     found = json.loads(file.read_text())
     assert found["green"] is True
-    assert found["faults"][0]["red"] == {"validation": ["scores", "chunks", "chunks_ahead"]}
+    assert found["faults"][1]["red"] == {"validation": ["scores", "chunks", "chunks_ahead"]}
     assert [one["id"] for one in found["waiting"]] == ["F04"]
 
 

@@ -16,6 +16,7 @@ from fiber_gpu import fiber_backend
 from kvproof import fast
 from kvproof.fast import CaptureError, Engine, HostBackend, LaunchError, capture
 from kvproof.fast.engine import HOST_THREADS
+from kvproof.oracle.memory import GUARD_BYTES, GuardedEngine
 from kvproof.reference import TEXT, TINY, KeyLists
 from kvproof.reference.layout import BF16
 from streams import assert_bits, normal
@@ -160,6 +161,54 @@ def _arrays(value):
     if isinstance(value, np.ndarray):
         return [value]
     return [x for item in vars(value).values() if not isinstance(item, int) for x in _arrays(item)]
+
+
+def test_a_guarded_engine_keeps_its_hands_off_what_a_capture_owns():
+    """Its outputs are watched at every replay, and their memory is nobody else's."""
+    guarded = GuardedEngine(HostBackend())
+    decode, want = unguarded_step(guarded)
+    step, window = decode.capture()
+    assert guarded.broken_guards() == []
+    for _ in range(2):
+        decode.run()  # may use again what no capture owns
+        assert guarded.broken_guards() == []
+    others = [guarded.empty(x.shape, x.dtype) for x in _arrays(want) for _ in range(2)]
+    assert not any(np.shares_memory(x, y) for x in others for y in _arrays(window) if x.size)
+    for _ in range(2):
+        step.replay()
+        assert_bits(window.gated, want.gated, "gated")
+        assert guarded.broken_guards() == []
+
+
+def unguarded_step(engine):
+    """A step whose inputs are plain arrays, and its result."""
+    weights, cache, projection, _ = history(TINY, PAGE, rows=1)
+    decode = Step.__new__(Step)
+    decode.engine, decode.weights, decode.projection = engine, weights, projection
+    decode.cache = dataclasses.replace(cache, table_is_stable=True)
+    return decode, decode.eager()
+
+
+def test_guards_of_a_captured_output_are_watched_as_long_as_its_capture_lives():
+    guarded = GuardedEngine(HostBackend())
+    decode, _ = unguarded_step(guarded)
+    step, window = decode.capture()
+    last = window.gated.reshape(-1).view(np.uint8)[-1:]
+    behind = np.lib.stride_tricks.as_strided(last, (1 + GUARD_BYTES,))[1:]
+    guarded.broken_guards()
+    for _ in range(2):
+        behind[3] = 0
+        told = [f"1 guard bytes changed, the first byte 3 behind an output of {window.gated.nbytes} bytes"]
+        assert guarded.broken_guards() == told
+        assert guarded.broken_guards() == []
+    del step
+    gc.collect()
+    behind[3] = 0
+    assert guarded.broken_guards() == told, "what was written before its capture went"
+    behind[3] = 0
+    assert guarded.broken_guards() == []
+    again = [guarded.empty(window.gated.shape, window.gated.dtype) for _ in range(20)]
+    assert not any(np.shares_memory(x, window.gated) for x in again), "the caller may still read it"
 
 
 def test_a_replay_reads_what_its_inputs_hold_then(poisoned):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from kvproof.reference.numerics import bf16, widen
 
@@ -55,52 +55,9 @@ def test_midpoints(sign, side):
     assert (got == want | (0x8000 if sign < 0 else 0)).all()
 
 
-def test_a_cast_through_fp32_would_round_twice():
-    x = np.array([1 + 2.0**-8 + 2.0**-40])
-    assert x.astype(np.float32).astype(ml_dtypes.bfloat16)[0] == 1
-    assert bf16(x)[0] == 1 + 2.0**-7
-
-
-@given(st.floats(width=64, allow_nan=False))
-@example(1 + 2.0**-8 + 2.0**-40)
-@example(2.0**-134)
-@example(np.nextafter(2.0**-134, 1))
-@example(5e-324)
-@example(-5e-324)
-@example(-0.0)
-@example(np.finfo(np.float64).max)
-@example(float.fromhex("0x1.fefffffffffffp127"))
-@example(float.fromhex("0x1.ffp127"))
-def test_any_float64(x):
-    got = float(bf16(np.float64(x)))
-    assert got == exact(x)
-    assert math.copysign(1, got) == math.copysign(1, x)
-
-
 @given(st.integers(0, 0x7F7F), st.integers(-3, 3), st.sampled_from([2.0**-16, 2.0**-30, 2.0**-44]))
 def test_near_a_value_or_a_midpoint(pattern, halves, nudge):
     """The neighbourhood where a sticky bit decides, from fp32's width to float64's."""
     low, high = values(np.array([pattern, pattern + 1]))
     x = float(low + (high - low) * (0.5 + halves * nudge))
     assert float(bf16(x)) == exact(x)
-
-
-@pytest.mark.parametrize("pattern", [0x7FF8 << 48, 0xFFF8 << 48, 0x7FF0_0000_0000_0001, 0xFFFF_FFFF_FFFF_FFFF])
-def test_nan_stays_a_quiet_nan_of_its_sign(pattern):
-    x = np.array([pattern], np.uint64).view(np.float64)
-    assert bits(bf16(x))[0] == (0xFFC0 if pattern >> 63 else 0x7FC0)
-
-
-def test_shapes_are_kept():
-    for shape in [(), (0,), (3, 0), (2, 3)]:
-        got = bf16(np.ones(shape))
-        assert got.shape == shape
-        assert got.dtype == ml_dtypes.bfloat16
-    assert (bf16(np.arange(24.0).reshape(4, 6)[::2, ::3]) == [[0, 3], [12, 15]]).all()
-
-
-def test_widen_is_exact():
-    with np.errstate(invalid="ignore"):
-        want = (bits(ALL).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    np.testing.assert_array_equal(widen(ALL), want)
-    assert widen(ALL).dtype == widen(np.ones(1, np.float32)).dtype == np.float64

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from kvproof.fast import CompileError, KernelSources, Source, nvrtc
@@ -128,13 +131,48 @@ def test_a_machine_without_nvrtc_is_told_what_to_install(no_wheel, monkeypatch):
         find_nvrtc()
 
 
-def test_a_wheel_of_cuda_13_is_found(no_wheel, monkeypatch):
-    library = no_wheel / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
-    library.parent.mkdir(parents=True)
-    library.touch()
+@pytest.fixture
+def wheels(no_wheel, monkeypatch):
+    """Installs stand-ins of NVRTC wheels and of CuPy; gives the library of each wheel, by CUDA release."""
 
-    class Spec:
-        submodule_search_locations = (str(no_wheel / "nvidia"),)
+    def install(*releases, cupy=None):
+        root = no_wheel / "nvidia"
+        folders = {12: root / "cuda_nvrtc" / "lib"}
+        made = {}
+        for release in releases:
+            made[release] = folders.get(release, root / f"cu{release}" / "lib") / f"libnvrtc.so.{release}"
+            made[release].parent.mkdir(parents=True)
+            made[release].touch()
+        spec = SimpleNamespace(submodule_search_locations=[str(root)])
+        monkeypatch.setattr(nvrtc, "find_spec", lambda name: spec)
+        monkeypatch.setattr(metadata, "version", functools.partial(version_where, f"cupy-cuda{cupy}x"))
+        return made
 
-    monkeypatch.setattr(nvrtc, "find_spec", lambda name: Spec())
-    assert find_nvrtc() == library
+    return install
+
+
+def version_where(installed, name):
+    if name == installed:
+        return "14.0.1"
+    raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("releases", "cupy", "taken"),
+    [
+        ((13,), None, 13),
+        ((12,), None, 12),
+        ((12, 13), None, 13),
+        ((12, 13, 14), None, 14),
+        ((12, 13), 12, 12),
+        ((12, 13), 13, 13),
+        ((12, 13, 14), 13, 13),
+        ((13,), 12, 13),
+        ((12,), 13, 12),
+        ((12, 13), 11, 13),
+    ],
+    ids=str,
+)
+def test_the_wheel_that_fits_the_installed_cupy_is_found_else_the_newest(wheels, releases, cupy, taken):
+    made = wheels(*releases, cupy=cupy)
+    assert find_nvrtc() == made[taken]
