@@ -17,6 +17,10 @@ from .nvrtc import NvrtcError
 from .page_pool import PageError, PagePool, PoolExhaustedError, PoolStatistics
 from .pool import pool
 from .prep import prep
+from .prompt_cache import PromptError, SavedPrompt, restore, save
+from .prompt_file import read_prompt, write_prompt
+from .prompt_header import PromptFileError
+from .prompt_rows import SavedLayer
 from .round import Round, append
 from .scores import scores
 from .select import select
@@ -47,7 +51,11 @@ __all__ = [
     "Pointer",
     "PoolExhaustedError",
     "PoolStatistics",
+    "PromptError",
+    "PromptFileError",
     "Round",
+    "SavedLayer",
+    "SavedPrompt",
     "Settled",
     "Source",
     "Stream",
@@ -63,8 +71,12 @@ __all__ = [
     "merge",
     "pool",
     "prep",
+    "read_prompt",
+    "restore",
+    "save",
     "scores",
     "select",
     "settle",
     "window",
+    "write_prompt",
 ]

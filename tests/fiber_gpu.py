@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import weakref
 
 import numpy as np
 from kvproof.fast import CudaBackend, HostBackend, Pointer, Source
@@ -24,16 +25,17 @@ DATA_OFFSET, DEVICE_OFFSET, CODE_OFFSET, BYTE_OFFSET_OFFSET = 0, 8, 20, 40
 class DeviceArray:
     """An array on the device, as CuPy, PyTorch and Numba describe theirs."""
 
-    def __init__(self, memory, *, number=NUMBER, read_only=False):
+    def __init__(self, memory, *, number=NUMBER, read_only=False, base=None):
         self._memory = memory
         self._number = number
         self._read_only = read_only
+        self._base = base
 
     def __array__(self, *args, **kwargs):
         raise AssertionError("a device array was read by the host")
 
     def __getitem__(self, index):
-        return DeviceArray(self._memory[index], number=self._number)
+        return DeviceArray(self._memory[index], number=self._number, base=self)
 
     @property
     def shape(self):
@@ -111,7 +113,7 @@ class FiberGpu:
         self._host = HostBackend()
         self._functions = []
         self._queue = []
-        self._memory = []  # nothing is reused before the queue has run
+        self._memory = []  # of arrays that are gone: nothing is reused before the queue has run
         self.recording = None
         self.allowed = []
 
@@ -138,13 +140,16 @@ class FiberGpu:
         (self._queue if self.recording is None else self.recording).append(work)
 
     def empty(self, shape, dtype):
-        memory = np.empty(shape, dtype)
-        self._memory.append(memory)
-        return DeviceArray(memory)
+        return self._array(np.empty(shape, dtype))
+
+    def _array(self, memory):
+        array = DeviceArray(memory)
+        weakref.finalize(array, self._memory.append, memory)
+        return array
 
     def upload(self, array):
         self.synchronize()
-        return DeviceArray(array.copy())
+        return self._array(array.copy())
 
     def download(self, array):
         self.synchronize()
