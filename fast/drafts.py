@@ -61,11 +61,14 @@ def settle(
 
     Raises:
         ValueError: the lengths do not fit; nothing was changed.
-        StreamError: a layer holds another number of positions than the others or less than the window, so that the
-            rollback could not be the same on each; nothing was changed.
+        StreamError: the stream is closed or in a round, a layer does not exist or is named twice, or it holds another
+            number of positions than the others or less than the window, so that the rollback could not be the same on
+            each; nothing was changed.
+        LaunchError: the backend failed, when the rest was rolled back already: do not settle the window again.
     """
+    stream.require_idle()
     stands = accepted(drafts, greedy)
-    chosen = tuple(range(len(stream.lengths)) if layers is None else layers)
+    chosen = stream.require_layers(layers)
     lengths = {layer: stream.lengths[layer] for layer in chosen}
     end = max(lengths.values())
     refuted = len(drafts) - stands
@@ -77,4 +80,4 @@ def settle(
     removed = stream.roll_back(end - refuted, layers=chosen) if refuted else (0,) * len(chosen)
     if set(removed) != {refuted}:
         raise StreamError(f"{stream} should have lost {refuted} positions on each of {chosen}, but lost {removed}")
-    return Settled(accepted=stands, tokens=tuple(greedy[: stands + 1]), removed=refuted)
+    return Settled(accepted=stands, tokens=tuple(int(token) for token in greedy[: stands + 1]), removed=refuted)

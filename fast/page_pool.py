@@ -9,7 +9,6 @@ Set KVPROOF_PAGE_TEST=n to run any program through tables of n-position pages, h
 from __future__ import annotations
 
 import heapq
-import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +18,11 @@ import numpy as np
 
 from ..reference.arrays import require_array
 from ..reference.geometry import Geometry
-from ..reference.layout import BF16, Layout
+from ..reference.layout import BF16
 from .backend import Fence
 from .capture import CaptureError, active_capture
 from .engine import Engine, default_engine
-
-PAGE_TEST = "KVPROOF_PAGE_TEST"
-"""Environment variable of the page test: positions of a page."""
+from .page_sizes import arena_layout, as_count, as_integer, page_test_size
 
 
 class PageError(RuntimeError):
@@ -91,15 +88,16 @@ class PagePool:
             most `context`.
         page_size: positions of a page, a multiple of the block; None for contiguous caches.
         engine: where the arena lies and the kernels run; the default engine when None.
-        arena: bf16 [elements] to use as the arena, in the engine's memory; a fresh one when None. `arena_layout`
-            tells how many.
+        arena: bf16 [elements] to use as the arena, in the engine's memory; a fresh one when None.
+            `page_sizes.arena_layout` tells how many.
 
     Attributes:
         layout: of the arena.
         page_test: whether $KVPROOF_PAGE_TEST chose the page size.
 
     Raises:
-        ValueError: a size is out of its range, or $KVPROOF_PAGE_TEST is.
+        TypeError: a size is no integer, or the arena no array of the engine's memory.
+        ValueError: a size is out of its range, $KVPROOF_PAGE_TEST is, or the arena does not fit.
     """
 
     def __init__(
@@ -114,10 +112,9 @@ class PagePool:
     ) -> None:
         self.engine = engine or default_engine()
         self.geometry = geometry
-        self.context = context
-        test = page_test_size()
-        self.page_test = test is not None
-        self.contiguous = page_size is None and test is None
+        self.context = as_count("context", context, least=1)
+        self.page_test = page_test_size() is not None
+        self.contiguous = page_size is None and not self.page_test
         self.layout = arena_layout(geometry, streams=streams, context=context, page_size=page_size)
         self.arena = self.engine.empty((self.layout.elements,), BF16) if arena is None else arena
         require_array("arena", self.arena, BF16, (self.layout.elements,), self.engine.place)
@@ -153,21 +150,23 @@ class PagePool:
         """
         if active_capture() is not None:
             raise CaptureError("pages are taken inside a capture; reserve them before it (Stream.reserve)")
-        if count < 0:
-            raise ValueError(f"{count} pages are to be taken; give 0 or more")
+        if owner is None:
+            raise TypeError("pages are taken for None; give the owner that will give them back")
+        count = as_count("count of pages", count)
         with self._lock:
             pages = self._pop(count)
             for page in pages:
                 self._holders[page] = owner
+        touched: list[int] = []
         try:
             for page in pages:
                 fence = self._fences[page]
                 if fence is not None:
                     fence.order()
+                touched.append(page)
                 self.engine.backend.zero(self.page(page))
         except BaseException:
-            with self._lock:
-                self._push(pages)
+            self._return_taken(pages, touched)
             raise
         with self._lock:
             for page in pages:
@@ -180,10 +179,11 @@ class PagePool:
 
         Raises:
             PageError: a page is not of this arena, is free already, is another owner's, or is named twice.
+            TypeError: a page is no integer.
         """
-        given = tuple(pages)
+        given = tuple(as_integer("page", page) for page in pages)
         with self._lock:
-            self._require_held(owner, given)
+            self.require_held(owner, given)
             fence = self.engine.backend.fence() if given else None
             for page in given:
                 self._fences[page] = fence
@@ -193,9 +193,20 @@ class PagePool:
         """Who holds a page; None where it is free."""
         return self._holders[page]
 
+    def pages_of(self, owner: Owner) -> tuple[int, ...]:
+        """Pages that an owner holds, in order of their numbers."""
+        with self._lock:
+            return tuple(page for page, holder in enumerate(self._holders) if holder is owner)
+
     def page(self, page: int) -> Any:
-        """A page of the arena: a view, bf16 [page_elements]."""
+        """A page of the arena: a view, bf16 [page_elements].
+
+        Raises:
+            PageError: it is not of this arena.
+        """
         size = self.layout.page_elements
+        if not 0 <= page < self.layout.pages:
+            raise PageError(f"page {page} is not of this arena, which has pages 0 to {self.layout.pages - 1}")
         return self.arena[page * size : (page + 1) * size]
 
     def statistics(self) -> PoolStatistics:
@@ -203,7 +214,7 @@ class PagePool:
         with self._lock:
             owners = {id(owner): owner for owner in self._holders if owner is not None}
             used = self.layout.pages - len(self._free)
-            fences = [self._fences[abs(entry)] for entry in self._free]
+            fences = [self._fences[self._sign * entry] for entry in self._free]
         positions = sum(owner.length for owner in owners.values())
         return PoolStatistics(
             pages=self.layout.pages,
@@ -218,9 +229,12 @@ class PagePool:
     def audit(self) -> list[str]:
         """What is wrong with the account of pages: each is either free, once, or held; [] where all is well."""
         with self._lock:
-            listed = np.bincount([abs(entry) for entry in self._free], minlength=self.layout.pages)
+            entries = [self._sign * entry for entry in self._free]
             held = [holder is not None for holder in self._holders]
-        found = []
+        foreign = sorted(page for page in entries if not 0 <= page < self.layout.pages)
+        own = np.array([page for page in entries if 0 <= page < self.layout.pages], np.int64)
+        listed = np.bincount(own, minlength=self.layout.pages)
+        found = [f"page {page} is in the free list, but not of this arena" for page in foreign]
         for page in range(self.layout.pages):
             if listed[page] > 1:
                 found.append(f"page {page} is in the free list {listed[page]} times")
@@ -240,57 +254,51 @@ class PagePool:
         if count > len(self._free):
             raise PoolExhaustedError(count, len(self._free), self.layout.pages)
         entries = [heapq.heappop(self._free) for _ in range(count)]
-        pages = tuple(abs(entry) for entry in entries)
-        for i, page in enumerate(pages):
-            if page in pages[:i] or self._holders[page] is not None:
-                for entry in entries:
-                    heapq.heappush(self._free, entry)
-                where = "twice" if page in pages[:i] else f"while {self._holders[page]} holds it"
-                raise PageError(f"page {page} is in the free list {where}: the pool is damaged; nothing was taken")
+        pages = tuple(self._sign * entry for entry in entries)
+        seen: set[int] = set()
+        for page in pages:
+            if not 0 <= page < self.layout.pages:
+                problem = "and not of this arena"
+            elif page in seen or (self._free and self._sign * self._free[0] == page):
+                problem = "twice"
+            elif self._holders[page] is not None:
+                problem = f"while {self._holders[page]} holds it"
+            else:
+                seen.add(page)
+                continue
+            for entry in entries:
+                heapq.heappush(self._free, entry)
+            raise PageError(f"page {page} is in the free list {problem}: the pool is damaged; nothing was taken")
         return pages
+
+    def _return_taken(self, pages: tuple[int, ...], touched: list[int]) -> None:
+        """Give back what could not be zeroed; whoever takes it next runs behind the zeros that are on their way."""
+        try:
+            fence = self.engine.backend.fence() if touched else None
+            for page in touched:
+                self._fences[page] = fence
+        finally:
+            with self._lock:
+                self._push(pages)
 
     def _push(self, pages: tuple[int, ...]) -> None:
         for page in pages:
             self._holders[page] = None
             heapq.heappush(self._free, self._sign * page)
 
-    def _require_held(self, owner: Owner, pages: tuple[int, ...]) -> None:
-        for i, page in enumerate(pages):
+    def require_held(self, owner: Owner, pages: Iterable[int]) -> None:
+        """Raise PageError unless an owner holds these pages, each named once."""
+        seen: set[int] = set()
+        for page in pages:
             if not 0 <= page < self.layout.pages:
                 problem = f"it is not of this arena, which has pages 0 to {self.layout.pages - 1}"
-            elif page in pages[:i]:
+            elif page in seen:
                 problem = "it is named twice"
             elif self._holders[page] is None:
                 problem = "it is free already"
             elif self._holders[page] is not owner:
                 problem = f"{self._holders[page]} holds it, not {owner}"
             else:
+                seen.add(page)
                 continue
             raise PageError(f"page {page} cannot be given back: {problem}; nothing was given back")
-
-
-def arena_layout(geometry: Geometry, *, streams: int, context: int, page_size: int | None = None) -> Layout:
-    """The layout of a pool's arena, for these arguments of `PagePool`; $KVPROOF_PAGE_TEST has its say.
-
-    Raises:
-        ValueError: a size is out of its range.
-    """
-    for name, value in (("streams", streams), ("context", context)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; a pool has room for at least 1")
-    size = page_test_size() or page_size or Layout.contiguous(geometry, context).page_size
-    return Layout(geometry=geometry, page_size=size, pages=streams * -(-context // size))
-
-
-def page_test_size() -> int | None:
-    """Positions of a page in the page test; None where it is off.
-
-    Raises:
-        ValueError: $KVPROOF_PAGE_TEST is no number above 0.
-    """
-    given = os.environ.get(PAGE_TEST, "")
-    if not given:
-        return None
-    if not given.isdecimal() or int(given) < 1:
-        raise ValueError(f"${PAGE_TEST} is {given!r}; it must be the positions of a page, a multiple of the block")
-    return int(given)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .faults import FAULT_GATES, Fault
+from .faults import FAULT_GATES
 from .hunt import Caught
 from .mutant_judge import Status
 from .mutants import Judged
@@ -19,8 +19,8 @@ SEEN, ALSO, MISSED = "caught", "red", "MISSED"
 """Marks of a gate: it was expected and went red, it went red too, it was expected and stayed green."""
 
 
-def print_matrix(console: Console, found: Sequence[Caught], waiting: Sequence[Fault], seconds: float) -> bool:
-    """The matrix, what is missed, what waits, and the verdict; True where every planted fault was caught."""
+def print_matrix(console: Console, found: Sequence[Caught], seconds: float) -> bool:
+    """The matrix, what is missed, and the verdict; True where every planted fault was caught."""
     table = Table(title="gates that saw each planted fault")
     for name in ("fault", ""):
         table.add_column(name)
@@ -35,14 +35,11 @@ def print_matrix(console: Console, found: Sequence[Caught], waiting: Sequence[Fa
     missed = [one for one in found if not one.caught]
     for one in missed:
         console.print(Text(f"{one.fault.id} {one.fault.title}: {one.message}", style="red"))
-    for fault in waiting:
-        if fault.waiting is not None:
-            console.print(f"{fault.id} {fault.title}: waits for {fault.waiting.part} ({fault.waiting.reason})")
     caught = len(found) - len(missed)
     console.print(
         Text(
-            f"{'RED' if missed else 'GREEN'}: {caught} of {len(found)} planted faults caught by the gate that should, "
-            f"{len(waiting)} wait for parts not built yet ({seconds:.1f} s)",
+            f"{'RED' if missed else 'GREEN'}: {caught} of {len(found)} planted faults caught by the gate that should "
+            f"({seconds:.1f} s)",
             style="bold red" if missed else "bold green",
         )
     )
@@ -55,19 +52,14 @@ def _mark(one: Caught, gate: str) -> Text:
     return Text(ALSO, style="green") if gate in one.red else Text("-", style="dim")
 
 
-def matrix_json(found: Sequence[Caught], waiting: Sequence[Fault], seed: int) -> dict[str, Any]:
+def matrix_json(found: Sequence[Caught], seed: int) -> dict[str, Any]:
     """The matrix for machines."""
     return {
         "format": "kvproof faults",
-        "version": 1,
+        "version": 2,
         "green": all(one.caught for one in found),
         "seed": seed,
         "faults": [one.as_json() for one in found],
-        "waiting": [
-            {"id": f.id, "title": f.title, "part": f.waiting.part, "reason": f.waiting.reason}
-            for f in waiting
-            if f.waiting is not None
-        ],
     }
 
 

@@ -1,8 +1,8 @@
 """The fault catalogue: mechanisms that gave wrong numbers in public paged-attention code, planted in ours.
 
 Each entry is planted as a small change of kernel text, of a step of the host around the kernels, or of a method of the
-program, and run through the contract over drawn examples until the gate that should see it goes red (`hunt`). An entry
-whose mechanism is in no part that we have yet says which part it waits for.
+program, and run through the contract over drawn examples, or through streams, until the gate that should see it goes
+red (`hunt`).
 
 An edit that no longer applies is an error (`KernelSources.edit`): a fault is never skipped in silence.
 """
@@ -27,12 +27,21 @@ from ..reference.results import Bf16Array, KeyLists, Partials, Prepared
 from .captured import CAPTURED, Batch
 from .examples import ROWS
 from .operations import Array, Kernels
+from .stream_faults import (
+    copy_that_nothing_orders,
+    pooled_rows_not_saved,
+    pooled_rows_stay_valid,
+    restore_clears_every_stream,
+    rollback_returns_early,
+    scratch_kept_by_shape,
+    table_rewritten_before_its_copy,
+)
 
 Gate: TypeAlias = Literal["bits", "bound", "memory", "controls", "validation"]
 FAULT_GATES: tuple[Gate, ...] = ("bits", "bound", "memory", "controls", "validation")
 """The contract's gates, and the checks of arguments that come before a launch."""
 
-Inputs: TypeAlias = Literal["drawn", "high page", "bad tables", "captured"]
+Inputs: TypeAlias = Literal["drawn", "high page", "bad tables", "captured", "streams", "queues"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +55,6 @@ class Edit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """Why an entry is not planted yet: the part that its mechanism is in, and the reason in words."""
-
-    part: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fault:
     """One entry.
 
@@ -64,7 +65,6 @@ class Fault:
         edits: of kernel text; `host`: a wrapper of the kernels that changes what they are handed; `method`: replaces
             one of the program's for as long as it is entered. `host_step` says in words what either changes.
         inputs: what it is run on; `shown_by` says which of them show it.
-        waiting: set where it is not planted.
     """
 
     id: str
@@ -78,12 +78,6 @@ class Fault:
     host_step: str = ""
     inputs: Inputs = "drawn"
     shown_by: str = ""
-    waiting: Waiting | None = None
-
-    @property
-    def planted(self) -> bool:
-        """It can be run."""
-        return self.waiting is None
 
     def expects(self, kernel: str) -> bool:
         """Whether the gate should see it on this kernel."""
@@ -224,9 +218,8 @@ def _fill_at(address: int, size: int, value: np.ndarray[Any, Any]) -> None:
 _STORES = ("prep", "pool")
 _ATTENDS = ("chunks", "dense", ROWS)
 
-_DRAFTS = "drafts"
-_CACHE = "prompt cache"
-_STREAMS = "device streams"
+STREAMS = "streams"
+"""What the code around the kernels is called where a kernel is named."""
 
 CATALOGUE: tuple[Fault, ...] = (
     Fault(
@@ -308,7 +301,11 @@ CATALOGUE: tuple[Fault, ...] = (
         mechanism="A rejected draft leaves its raw indexer keys and the pooled row of its block in place, and both "
         "count as valid.",
         gate="bits",
-        waiting=Waiting(part=_DRAFTS, reason="nothing rolls back: a window's rows are final"),
+        kernels=(STREAMS,),
+        method=pooled_rows_stay_valid,
+        host_step="a rollback restores the lengths; a block that was pooled once is not pooled again",
+        inputs="streams",
+        shown_by="drafts that finish a block and are refuted",
     ),
     Fault(
         id="F05",
@@ -334,8 +331,12 @@ CATALOGUE: tuple[Fault, ...] = (
         id="F06",
         title="restore clears every stream",
         mechanism="Restoring one stream zeroes the pooled rows of all and refills only its own.",
-        gate="memory",
-        waiting=Waiting(part=_CACHE, reason="there is no restore"),
+        gate="bits",
+        kernels=(STREAMS,),
+        method=restore_clears_every_stream,
+        host_step="a restore zeroes the pooled rows of every page in use",
+        inputs="streams",
+        shown_by="a stream with a pooled block while another is restored",
     ),
     Fault(
         id="F07",
@@ -343,7 +344,11 @@ CATALOGUE: tuple[Fault, ...] = (
         mechanism="A saved state holds keys and values but not the indexer's rows, so a resumed stream selects from "
         "stale ones.",
         gate="bits",
-        waiting=Waiting(part=_CACHE, reason="there is no save"),
+        kernels=(STREAMS,),
+        method=pooled_rows_not_saved,
+        host_step="a saved state holds zeros for pooled rows",
+        inputs="streams",
+        shown_by="a restored stream with a pooled block",
     ),
     Fault(
         id="F08",
@@ -640,7 +645,11 @@ CATALOGUE: tuple[Fault, ...] = (
         title="table rewritten before its copy ran",
         mechanism="The page table is uploaded asynchronously from a buffer that the next step rewrites.",
         gate="bits",
-        waiting=Waiting(part=_STREAMS, reason="on a CPU a launch has ended when it returns, and nothing is uploaded"),
+        kernels=(STREAMS,),
+        method=table_rewritten_before_its_copy,
+        host_step="page tables go through one staging buffer, copied when the queue comes to it",
+        inputs="queues",
+        shown_by="two streams that take pages before the first copy has run",
     ),
     Fault(
         id="F24",
@@ -659,14 +668,22 @@ CATALOGUE: tuple[Fault, ...] = (
         title="scratch shared between device streams",
         mechanism="Scratch is kept by shape and not by stream, so two streams of one shape overwrite each other.",
         gate="bits",
-        waiting=Waiting(part=_STREAMS, reason="there is one queue, and each call makes its own outputs"),
+        kernels=(STREAMS,),
+        method=scratch_kept_by_shape,
+        host_step="fp32 outputs are kept by shape",
+        inputs="queues",
+        shown_by="streams of equal windows on two queues that take turns",
     ),
     Fault(
         id="F26",
         title="a copy that nothing orders",
         mechanism="Pages are copied out on a queue of their own, with no wait for the kernel that writes them.",
         gate="bits",
-        waiting=Waiting(part=_STREAMS, reason="there is one queue, and nothing is saved"),
+        kernels=(STREAMS,),
+        method=copy_that_nothing_orders,
+        host_step="a save does not wait for the queue that wrote the rows",
+        inputs="queues",
+        shown_by="a stream that is saved on another queue than it was appended on",
     ),
     Fault(
         id="F27",
@@ -689,7 +706,11 @@ CATALOGUE: tuple[Fault, ...] = (
         title="rollback that returns early",
         mechanism="A rollback across a block or page edge returns without an error and removes nothing.",
         gate="validation",
-        waiting=Waiting(part=_DRAFTS, reason="nothing rolls back"),
+        kernels=(STREAMS,),
+        method=rollback_returns_early,
+        host_step="a rollback past a block edge returns 0 and removes nothing",
+        inputs="streams",
+        shown_by="refuted drafts on both sides of a block edge",
     ),
     Fault(
         id="F29",

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..fast import HostBackend, KernelSources, LaunchError
+from ..fast import Engine, HostBackend, KernelSources, LaunchError, StreamError
 from ..reference.geometry import TINY, Geometry
 from ..reference.layout import BF16, PARTS, LayerCache, Layout
 from ..reference.results import Bf16Array, KeyLists
@@ -23,11 +23,14 @@ from .captured import check_captured
 from .cases import Case, CaseData, StreamCase, at_check, fill
 from .compare import Site, compare_bits
 from .contract import LAYER
+from .delayed import DelayedBackend, DelayedEngine
 from .examples import Draw, draw, run_example
-from .faults import FAULT_GATES, Fault, Inputs, chosen
+from .faults import FAULT_GATES, STREAMS, Fault, Inputs, chosen
 from .isolate import isolated
 from .operations import AXES, OPERATIONS, Array, Call, Kernels
 from .report import Failure, Report
+from .stream_load import run_load
+from .stream_world import StreamFaultError
 from .variants import Variant, host_variants
 
 EXAMPLES = 24
@@ -35,6 +38,9 @@ EXAMPLES = 24
 
 TIMEOUT_S = 20.0
 """CPU seconds that a launch of a planted kernel may take."""
+
+LOAD_OPERATIONS, LOAD_STREAMS = 150, 12
+"""Of a load of streams."""
 
 PROCESS_S = 120.0
 """Seconds of one fault, compilation included."""
@@ -207,11 +213,40 @@ def _captured(geometry: Geometry, seed: int, replay: str) -> Iterator[Trial]:
     yield trial
 
 
+def _streams(geometry: Geometry, seed: int, replay: str) -> Iterator[Trial]:
+    """What a server does, on one queue."""
+    yield functools.partial(_load, Engine, seed, replay)
+
+
+def _queues(geometry: Geometry, seed: int, replay: str) -> Iterator[Trial]:
+    """The same on two queues: work as late as it may be, and in turns."""
+    yield functools.partial(_load, DelayedEngine, seed, replay)
+    yield functools.partial(_load, lambda: DelayedEngine(DelayedBackend(policy="turns")), seed, replay)
+
+
+def _load(engine: Callable[[], Engine], seed: int, replay: str, variants: Sequence[Variant], report: Report) -> None:
+    """A load of streams on our kernels, whatever the variants: the fault is around them."""
+    judge = functools.partial(
+        _judge, report, kernel=STREAMS, where=f"{LOAD_OPERATIONS} random operations", replay=replay
+    )
+    try:
+        run_load(engine(), operations=LOAD_OPERATIONS, streams=LOAD_STREAMS, seed=seed)
+    except StreamFaultError as error:
+        judge(gate=error.gate, message=str(error))
+    except StreamError as error:
+        judge(gate="validation", message=str(error))
+    else:
+        for gate in ("bits", "memory", "validation"):
+            judge(gate=gate, message=None)
+
+
 _INPUTS: Mapping[Inputs, Callable[[Geometry, int, str], Iterator[Trial]]] = {
     "drawn": _drawn,
     "high page": _high_page,
     "bad tables": _bad_tables,
     "captured": _captured,
+    "streams": _streams,
+    "queues": _queues,
 }
 
 
@@ -273,10 +308,8 @@ class Hunt:
         """Plant one fault and look for it.
 
         Raises:
-            ValueError: it waits for a part, or one of its edits no longer applies.
+            ValueError: one of its edits no longer applies.
         """
-        if fault.waiting is not None:
-            raise ValueError(f"{fault.id} waits for {fault.waiting.part}: {fault.waiting.reason}")
         started = time.monotonic()
         variants = self._variants(fault.sources(), fault.host)
         report, examples, message = Report(), 0, None
