@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..reference.arrays import describe
 from .backend import Dim3, Launch, NoDeviceError
 
-_INSTALL = "run `pip install 'kvproof[cuda12]'`, or 'kvproof[cuda13]' for a driver of CUDA 13"
+_INSTALL = "in a checkout, run `pip install -e '.[cuda12]'`, or '.[cuda13]' for a driver of CUDA 13"
 
 
 def _import_cupy() -> Any:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 
+from ..reference.geometry import FloatArray
 from .arithmetic import Arithmetic
-from .attention import DTYPES, Array, AttentionCase
+from .attention import DTYPES, Array, AttentionCase, Part
 from .interval import Interval
 
 
@@ -28,7 +30,8 @@ class AttentionControl:
 def effective_control(case: AttentionCase, bound: Interval, arithmetic: Arithmetic) -> AttentionControl | None:
     """One effective control of a case; which one follows from the case, so that many cases try them all.
 
-    None where none is effective: a stream of one page in an arena of that page, all of it the same.
+    None where none is effective, because `arithmetic` leaves room for nearly any answer: a planted value changes every
+    answer that is told at all.
     """
     made = list(CONTROLS)
     first = sum(case.lengths) + sum(case.order[:3]) + case.seeds[0]
@@ -48,15 +51,18 @@ def is_effective(case: AttentionCase, control: AttentionControl, bound: Interval
 
 
 def swapped_table(case: AttentionCase) -> AttentionControl | None:
-    """Two entries of the longest stream's table swapped, its last one among them."""
+    """Two entries of the longest stream's table swapped: its last one, and the heaviest page's or else the first."""
     stream = int(np.argmax(case.lengths))
     if case.pages[stream] < 2:
         return None
     given = case.arguments()
     table = given["page_table"][stream]
     last = case.pages[stream] - 1
-    table[[0, last]] = table[[last, 0]]
-    return AttentionControl(f"a page table with entries 0 and {last} of stream {stream} swapped", "page table", given)
+    other = _heaviest(case, stream) // case.page_size % last
+    table[[other, last]] = table[[last, other]]
+    return AttentionControl(
+        f"a page table with entries {other} and {last} of stream {stream} swapped", "page table", given
+    )
 
 
 def shifted_table(case: AttentionCase) -> AttentionControl | None:
@@ -69,22 +75,23 @@ def shifted_table(case: AttentionCase) -> AttentionControl | None:
 
 
 def foreign_page(case: AttentionCase) -> AttentionControl | None:
-    """The first page of a stream replaced by one that is not its own."""
+    """The heaviest page of stream 0 replaced by one that is not its own."""
     others = [page for page in case.order if page not in case.tables[0]]
     if not others:
         return None
     given = case.arguments()
-    given["page_table"][0, 0] = others[0]
+    given["page_table"][0, _heaviest(case, 0) // case.page_size] = others[0]
     return AttentionControl("a page table that names a page which is not the stream's", "page table", given)
 
 
 def duplicate_page(case: AttentionCase) -> AttentionControl | None:
-    """A page of the longest stream named twice."""
+    """A page of the longest stream named twice, the second time in the place of its heaviest page."""
     stream = int(np.argmax(case.lengths))
     if case.pages[stream] < 2:
         return None
     given = case.arguments()
-    given["page_table"][stream, 0] = given["page_table"][stream, case.pages[stream] - 1]
+    table, heavy = given["page_table"][stream], _heaviest(case, stream) // case.page_size
+    table[heavy] = table[(heavy + 1) % case.pages[stream]]
     return AttentionControl(f"a page table of stream {stream} that names one page twice", "page table", given)
 
 
@@ -108,26 +115,48 @@ def shorter(case: AttentionCase) -> AttentionControl | None:
 
 
 def planted_key(case: AttentionCase) -> AttentionControl:
-    """A key that the last row scores far above all others."""
+    """A key that the last row scores far above all others, where it reads least: what it reads most may be all."""
     query = case.streams[0]["q"][-1].reshape(case.kv_heads, -1, case.head_dim)[:, 0]
-    return _planted(case, "keys", (16.0 * np.sign(query.astype(np.float32))).astype(DTYPES[case.dtype]))
+    size = max(16.0, 8.0 * _largest(case, "keys"))
+    row = (size * np.sign(query.astype(np.float32))).astype(DTYPES[case.dtype])
+    return _planted(case, "keys", int(np.argmin(_scores(case, 0))), row)
 
 
 def planted_value(case: AttentionCase) -> AttentionControl:
-    """A value far from all others."""
-    return _planted(case, "values", np.full((case.kv_heads, case.head_dim), 4096.0, DTYPES[case.dtype]))
+    """A value far from all others, where the last row reads most: there no other key can drown it."""
+    dtype = DTYPES[case.dtype]
+    top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    size = min(4096.0 * max(1.0, _largest(case, "values")), top / 2)
+    return _planted(case, "values", _heaviest(case, 0), np.full((case.kv_heads, case.head_dim), size, dtype))
 
 
-def _planted(case: AttentionCase, part: str, row: Array) -> AttentionControl:
-    """A row in the middle of stream 0."""
+def _planted(case: AttentionCase, part: Part, position: int, row: Array) -> AttentionControl:
+    """A row [KH, D] at a position of stream 0."""
     given = case.arguments()
-    page, inside = divmod(case.lengths[0] // 2, case.page_size)
+    page, inside = divmod(position, case.page_size)
     place = given[part][case.tables[0][page]]
     if case.style.endswith("hnd"):
         place[:, inside] = row
     else:
         place[inside] = row
     return AttentionControl(f"a planted row of {part}", part, given)
+
+
+def _heaviest(case: AttentionCase, stream: int) -> int:
+    """The position that the first head of a stream's last row weighs most, which is never less than one in n."""
+    return int(np.argmax(_scores(case, stream)))
+
+
+def _scores(case: AttentionCase, stream: int) -> FloatArray:
+    """What the first head of a stream's last row scores each position, unscaled: [n]."""
+    own = case.streams[stream]
+    scores: FloatArray = own["keys"][:, 0].astype(np.float64) @ own["q"][-1, 0].astype(np.float64)
+    return scores
+
+
+def _largest(case: AttentionCase, part: Part) -> float:
+    """The largest magnitude of stream 0's rows."""
+    return float(np.abs(case.streams[0][part].astype(np.float32)).max())
 
 
 CONTROLS: tuple[Callable[[AttentionCase], AttentionControl | None], ...] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..reference.geometry import Geometry
@@ -15,6 +15,15 @@ from .toolkits import Job, Toolkit, build, each
 
 DOUBLE = ("fn_attn_prep", "fn_attn_prep_media", "fn_qsa_pool", "fn_qsa_pool_media")
 """Kernels whose source computes in double precision: sin and cos of the rotary angles."""
+
+STAGING_READS = {"fn_attn_prep": 3, "fn_attn_prep_media": 3, "fn_qsa_pool": 2, "fn_qsa_pool_media": 2}
+"""Reads of the page table in kernels where a block looks up its one row of each cache part, outside of all loops."""
+
+READ_DEPTH = {"fn_qsa_scores": 1, "fn_attn_chunks": 2, "fn_attn_chunks_ahead": 2}
+"""Loops that a read of the page table may lie in: over a tile's rows, and in chunks over the tiles; elsewhere none."""
+
+READING = ("fn_qsa_pool", "fn_qsa_pool_media", "fn_qsa_scores", "fn_attn_chunks", "fn_attn_chunks_ahead")
+"""Kernels that load cache rows."""
 
 KEEPING = ("fn_qsa_scores", "fn_attn_chunks", "fn_attn_chunks_ahead")
 """Kernels that look a tile's rows up in the page table and keep the offsets in shared memory."""
@@ -77,12 +86,14 @@ def broken_claims(kernel: str, ptx: PtxFacts, sass: SassFacts) -> Iterator[str]:
     """What does not hold of a kernel, in sentences."""
     yield from _broken_arithmetic(kernel, ptx)
     yield from _broken_table(kernel, ptx)
-    yield from _broken_loads(ptx, sass)
+    yield from _broken_loads(kernel, ptx, sass)
 
 
 def _broken_arithmetic(kernel: str, ptx: PtxFacts) -> Iterator[str]:
     if ptx.unrounded:
         yield f"these operations do not say that they round to nearest: {', '.join(ptx.unrounded)}"
+    if ptx.narrow:
+        yield f"these operations compute in less than fp32: {', '.join(ptx.narrow)}"
     if ptx.approximate:
         yield f"these operations approximate or flush to zero: {', '.join(ptx.approximate)}"
     if ptx.double and kernel not in DOUBLE:
@@ -91,19 +102,31 @@ def _broken_arithmetic(kernel: str, ptx: PtxFacts) -> Iterator[str]:
 
 def _broken_table(kernel: str, ptx: PtxFacts) -> Iterator[str]:
     if ptx.looping_reads:
-        yield f"{ptx.looping_reads} reads of the page table lie in a loop that loads cache rows"
+        yield f"{ptx.looping_reads} reads of the page table lie in a loop that loads or stores cache rows"
+    if ptx.read_depth > (allowed := READ_DEPTH.get(kernel, 0)):
+        yield f"a read of the page table lies in {ptx.read_depth} loops, one in the other, not in {allowed}"
+    if ptx.table_reads != (known := STAGING_READS.get(kernel, ptx.table_reads)):
+        yield f"the page table is read in {ptx.table_reads} places, not in {known}"
     if kernel in KEEPING and ptx.kept_reads != ptx.table_reads:
         yield f"of {ptx.table_reads} reads of the page table {ptx.kept_reads} give the one offset of a row"
     if kernel in KEEPING and not ptx.table_reads:
         yield "the page table is never read"
 
 
-def _broken_loads(ptx: PtxFacts, sass: SassFacts) -> Iterator[str]:
+def _broken_loads(kernel: str, ptx: PtxFacts, sass: SassFacts) -> Iterator[str]:
     for form, loads in (("PTX", ptx.cache_loads), ("SASS", sass.cache_loads)):
+        if kernel in READING and not loads:
+            yield f"no load from a cache is found in {form}"
         if other := sorted(set(loads) - {CACHE_LOAD_BYTES}):
             yield f"loads from a cache in {form} are {', '.join(map(str, other))} bytes wide, not {CACHE_LOAD_BYTES}"
+    if set(ptx.cache_loads) != set(sass.cache_loads):
+        yield f"loads from a cache are {_widths(ptx.cache_loads)} in PTX, {_widths(sass.cache_loads)} in SASS"
     for form, untraced in (("PTX", ptx.untraced), ("SASS", sass.untraced)):
         if untraced:
             yield f"these loads in {form} come from no pointer argument, or from two: {', '.join(untraced)}"
     if sass.local:
         yield f"{sass.local} instructions use local memory"
+
+
+def _widths(loads: Mapping[int, int]) -> str:
+    return " and ".join(f"{width} bytes" for width in sorted(loads)) or "none"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..reference.layout import BF16, PARTS, LayerCache, Part
+from ..reference.prep import split
 from ..reference.results import chunk_count
 from .diagnosis_window import misread
 from .operations import AHEAD, BY_NAME, Answers, Call, Operation, Reference, Results, store
@@ -151,8 +152,7 @@ def controls(base: Scene, workspace: Workspace, answers: Answers, layer: int) ->
         yield reader.control("a planted value", planted=_planted_value(position, one, cache))
     partials = {**one.results, "chunks.o": one.results["chunks.o"] + np.float32(64.0)}
     yield ground("merge", one).control("a planted partial", given=partials)
-    out = {**one.results, "merge.out": (one.results["merge.out"].astype(np.float32) + 8.0).astype(BF16)}
-    yield ground("gate", one).control("a planted output row", given=out)
+    yield _planted_output(ground("gate", one))
 
 
 def _swapped(ground: _Ground, position: int = 0) -> Iterator[Control]:
@@ -249,6 +249,20 @@ def _planted_value(position: int, answers: Answers, cache: LayerCache) -> Plante
     g = answers.call.geometry
     size = 4096.0 * _largest(cache, "values", answers.call.end)
     return Planted(part="values", row=position, values=np.full((g.kv_heads, g.head_dim), size, BF16))
+
+
+def _planted_output(ground: _Ground) -> Control:
+    """An output row far from what merge gave; where every gate that it meets is shut, the gates turned round."""
+    results, call = ground.answers.results, ground.answers.call
+    out = results["merge.out"].astype(np.float32)
+    far = (out + 8.0 * max(1.0, float(np.abs(out).max()))).astype(BF16)
+    planted = ground.control("a planted output row", given={**results, "merge.out": far})
+    if planted.effective:
+        return planted
+    projection = call.projection.copy()
+    gates = split(call.geometry, projection).gate
+    gates[...] = -gates.astype(np.float32)
+    return ground.control("output gates of the other sign", call=replace(call, projection=projection))
 
 
 def _largest(cache: LayerCache, part: Part, end: int) -> float:

@@ -144,8 +144,11 @@ def tool_version() -> str:
     return found[1] if found else "unknown"
 
 
-def kernels(text: str, arch: str) -> dict[str, Kernel]:
+def kernels(text: str, arch: str, *, code: bool = False) -> dict[str, Kernel]:
     """The kernels of a cubin for an architecture such as "sm_90", from `dump`'s text.
+
+    Args:
+        code: whether the text must hold machine code of every kernel.
 
     Raises:
         CubinError: the text is not as cuobjdump is known to write it.
@@ -156,6 +159,11 @@ def kernels(text: str, arch: str) -> dict[str, Kernel]:
     usage = {name: tuple(map(int, numbers)) for name, *numbers in _RESOURCES.findall(text)}
     if not usage or not set(usage) <= set(sections) & set(information) or (codes and set(codes) != set(usage)):
         raise CubinError(f"cuobjdump {tool_version()} writes kernels in a form that is not known here")
+    if code and (unread := [name for name in usage if not codes.get(name)]):
+        raise CubinError(
+            f"no machine instruction of {', '.join(unread)} is read from what cuobjdump {tool_version()} writes; "
+            "install nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm of one release"
+        )
     return {
         name: Kernel(
             resources=_resources(numbers, sections[name], information[name], codes.get(name, ()), arch),

@@ -40,7 +40,9 @@ SPREAD = 4
 """A step reads at least so many times what the last cache holds."""
 MOST_LAYERS = 64
 MOST_BYTES = 3 << 30
-"""Of one layout's caches."""
+"""Of one layout's caches, where the device has room for them."""
+LAYOUTS_AT_ONCE = 4
+"""Shares of free memory: caches of three layouts lie there together, and results and PyTorch's take the fourth."""
 
 COPY_BYTES = 1 << 30
 COPIES = 20
@@ -164,17 +166,29 @@ def in_turns(steps: Mapping[Any, Callable[[], None]], timer: Timer, rounds: int 
     return taken
 
 
-def layers_for(geometry: Geometry, work: Work, cache_bytes: int) -> int:
+def most_bytes(free_bytes: int) -> int:
+    """What one layout's caches may take on a device that has so much free."""
+    return min(MOST_BYTES, free_bytes // LAYOUTS_AT_ONCE)
+
+
+def cache_bytes(geometry: Geometry, work: Work) -> int:
+    """What one layer of a work's streams takes in one layout, pages of `PAGES` filled up."""
+    keys = -(-work.keys // max(PAGES)) * max(PAGES)
+    return work.streams * Layout.contiguous(replace(geometry, layers=1), keys).elements * BF16.itemsize
+
+
+def layers_for(geometry: Geometry, work: Work, last_cache: int, most: int = MOST_BYTES) -> int:
     """Layers that a step goes through, so that it reads `SPREAD` times the GPU's last cache; memory may allow fewer.
 
     Args:
-        cache_bytes: of the last cache.
+        last_cache: its bytes.
+        most: that one layout's caches may take, in bytes.
     """
-    held = work.streams * Layout.contiguous(replace(geometry, layers=1), work.keys).elements * BF16.itemsize
+    held = cache_bytes(geometry, work)
     asked = work.streams * bytes_of("window", geometry, rows=work.rows, keys=work.keys)
     fresh = min(asked, held)  # the rows of a window ask for the same keys again
-    wanted = min(MOST_LAYERS, max(2, -(-SPREAD * cache_bytes // fresh)))
-    return max(1, min(wanted, MOST_BYTES // held))
+    wanted = min(MOST_LAYERS, max(2, -(-SPREAD * last_cache // fresh)))
+    return max(1, min(wanted, most // held))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,8 +19,9 @@ from ..reference.geometry import FLASH_NEXT
 from . import records, toolkits
 from .cubin import CubinError
 from .gpu_found import ROOT, Clock, Found, Verdict
-from .sanitizer import ToolRun, find_sanitizer, sanitize
+from .sanitizer import ToolRun, find_sanitizer, run_group, sanitize
 
+_GPU_MARKER = "pytest.mark.gpu"
 _JUNIT = ("tests", "failures", "errors", "skipped")
 _SMI_FIELDS = (
     "driver_version",
@@ -68,6 +69,13 @@ def device_facts(number: int) -> dict[str, Any]:
     }
 
 
+def free_bytes(number: int) -> int:
+    """Memory of a device that nobody holds, in bytes."""
+    import cupy
+
+    return int(cupy.cuda.Device(number).mem_info[0])
+
+
 def _smi() -> dict[str, str]:
     """What nvidia-smi tells; nothing where it is not there or fails."""
     program = shutil.which("nvidia-smi")
@@ -84,18 +92,24 @@ def gpu_tests(clock: Clock) -> Found:
     tests = ROOT / "tests"
     if not tests.is_dir():
         return Found(verdict="skipped", reason=f"there is no folder {tests}; run it from a checkout")
+    files = gpu_test_files(tests)
     with tempfile.TemporaryDirectory(prefix="kvproof-gpu-") as folder:
         report = Path(folder) / "tests.xml"
         words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junit-xml={report}"]
-        words += ["--continue-on-collection-errors", str(tests)]
+        words += ["--continue-on-collection-errors", *map(str, files)]
         limit_s = max(1.0, clock.left())
         try:
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+            done = run_group(words, limit_s=limit_s, cwd=ROOT)
         except subprocess.TimeoutExpired:
             return Found(verdict="cut", reason="its time was up before its end")
         if not report.exists():
             return Found(verdict="red", reason="pytest wrote no report", result={"output": done.stdout + done.stderr})
         return tests_verdict(report.read_text(), done.stdout)
+
+
+def gpu_test_files(tests: Path) -> list[Path]:
+    """The test files that speak of the marker `gpu`: no other is imported, which may need what is not installed."""
+    return sorted(file for file in tests.rglob("test_*.py") if _GPU_MARKER in file.read_text())
 
 
 def tests_verdict(junit: str, output: str) -> Found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..reference.geometry import FLASH_NEXT, Geometry
 from . import gpu_bench
 from .gpu_found import Clock, Found, TimeUpError
 from .gpu_gates import bytes_of_cpu, check_on_device, digests_on_device
-from .gpu_programs import device_facts, facts, gpu_tests, resource_records, sanitizers
+from .gpu_programs import device_facts, facts, free_bytes, gpu_tests, resource_records, sanitizers
 from .report import write_json
 
 NO_DEVICE = "no device"
@@ -29,8 +29,9 @@ def benchmark(clock: Clock) -> Found:
     """Copy bandwidth, then every kernel and a layer end to end."""
     backend = CudaBackend()
     last_cache = device_facts(backend.device)["last_cache_bytes"]
+    most = gpu_bench.most_bytes(free_bytes(backend.device))
     works, timer = gpu_bench.works(), gpu_bench.CupyTimer()
-    return timed(Engine(backend), FLASH_NEXT, timer, works, last_cache=last_cache, clock=clock)
+    return timed(Engine(backend), FLASH_NEXT, timer, works, last_cache=last_cache, clock=clock, most=most)
 
 
 def timed(
@@ -41,22 +42,34 @@ def timed(
     *,
     last_cache: int,
     clock: Clock,
+    most: int = gpu_bench.MOST_BYTES,
 ) -> Found:
-    """Time works one after another, until the time is up."""
+    """Time works one after another, until the time is up; those whose caches take more than `most` bytes are told."""
     copied = gpu_bench.copy_bandwidth(timer)
     sample = gpu_bench.sample_of(engine.backend)
     result: dict[str, Any] = {"copy_bandwidth": copied, "geometry": geometry.name, "timings": [], "torch": []}
+    fitting = [work for work in works if gpu_bench.cache_bytes(geometry, work) <= most]
+    result["skipped"] = [work.name for work in works if work not in fitting]
+    result["most_bytes"] = most
     try:
-        for work in works:
-            layers = gpu_bench.layers_for(geometry, work, last_cache)
+        for work in fitting:
+            layers = gpu_bench.layers_for(geometry, work, last_cache, most)
             found = gpu_bench.measure(engine, geometry, work, timer, sample=sample, copied=copied, layers=layers)
             result["timings"] += [asdict(one) for one in found]
             _add_torch(result, geometry, work, layers)
             clock.save(result, now=True)
     except TimeUpError:
         count = len({one["work"] for one in result["timings"]})
-        return Found(verdict="cut", reason=f"its time was up after {count} of {len(works)} works", result=result)
-    return Found(verdict="green", reason=f"{len(works)} works, copy {copied / 1e9:,.0f} GB/s", result=result)
+        return Found(verdict="cut", reason=f"its time was up after {count} of {len(fitting)} works", result=result)
+    return Found(verdict="green" if fitting else "skipped", reason=_told(result, fitting, copied), result=result)
+
+
+def _told(result: dict[str, Any], fitting: Sequence[gpu_bench.Work], copied: float) -> str:
+    done = f"{len(fitting)} works, copy {copied / 1e9:,.0f} GB/s"
+    if not result["skipped"]:
+        return done
+    room = f"{result['most_bytes'] / 2**20:,.0f} MiB, which one layout's caches may take here"
+    return f"{done}; skipped, as they need more than {room}: {'; '.join(result['skipped'])}"
 
 
 def _add_torch(result: dict[str, Any], geometry: Geometry, work: gpu_bench.Work, layers: int) -> None:
@@ -64,11 +77,18 @@ def _add_torch(result: dict[str, Any], geometry: Geometry, work: gpu_bench.Work,
     if work.rows != 1 or "torch_absent" in result:
         return
     try:
+        import torch
+
+        if not torch.cuda.is_available():
+            result["torch_absent"] = f"PyTorch {torch.__version__} finds no CUDA device; is it built for the CPU alone?"
+            return
         from .gpu_bench_torch import sdpa
 
         result["torch"] += [asdict(one) for one in sdpa(geometry, work, layers=layers)]
-    except (ImportError, RuntimeError) as error:
-        result["torch_absent"] = str(error)
+    except TimeUpError:
+        raise
+    except Exception as error:  # a build without CUDA raises AssertionError, an older one TypeError
+        result["torch_absent"] = f"{type(error).__name__}: {error}"
 
 
 STEPS: Mapping[str, Callable[[Clock], Found]] = {

@@ -25,7 +25,9 @@ ROUNDED = ("add", "sub", "mul", "fma", "mad", "div", "sqrt", "rcp")
 REGISTER = re.compile(r"%\w+")
 """A register's name, special ones too."""
 
-_FLOAT = re.compile(r"\.f(16|32|64)(?:x2)?\b")
+_FLOAT = re.compile(r"\.(?:b?f|tf|u?e\d+m)\d+(?:x\d+)?\b")
+_WIDE = re.compile(r"\.f(?:32|64)(?:x2)?\b")
+_INTEGER = re.compile(r"[subp]\d+")
 _EXACT = ("mov", "ld", "st", "setp", "set", "selp", "slct", "neg", "abs", "max", "min", "testp", "copysign")
 _LOADS = ("ld", "ldu", "atom")
 _OTHER_SPACES = {"param", "shared", "local", "const"}
@@ -44,11 +46,13 @@ class PtxFacts:
         fma: fp32 FMAs among them.
         double: double-precision operations that round.
         unrounded: floating-point opcodes that do not say `.rn`, so that they may be contracted, or that are unknown.
+        narrow: opcodes that compute in less than fp32, such as bf16.
         approximate: opcodes with `.approx` or `.ftz`.
         table_reads: reads of the page table.
-        looping_reads: those in an innermost loop that loads cache rows.
+        read_depth: the most loops that one of them lies in.
+        looping_reads: those in an innermost loop that loads or stores cache rows.
         kept_reads: those whose offset goes to one place of shared memory, which no other goes to: one read for a key.
-        load_loops: innermost loops that load cache rows.
+        load_loops: innermost loops that load or store cache rows.
         cache_loads: how many loads of each width, in bytes, read a cache.
         untraced: global loads whose address does not come from exactly one pointer argument.
     """
@@ -57,8 +61,10 @@ class PtxFacts:
     fma: int
     double: int
     unrounded: tuple[str, ...]
+    narrow: tuple[str, ...]
     approximate: tuple[str, ...]
     table_reads: int
+    read_depth: int
     looping_reads: int
     kept_reads: int
     load_loops: int
@@ -88,14 +94,16 @@ def ptx_facts(entry: Entry, names: Sequence[str]) -> PtxFacts:
     loads = pointer_origins(entry, names)
     table = {number for number, found in loads.items() if found == {PAGES}}
     caches = {number for number, found in loads.items() if len(found) == 1 and found <= set(CACHES)}
-    loops = load_loops(entry.flow, caches)
+    loops = innermost_loops(entry.flow, caches | cache_stores(entry, names))
     return PtxFacts(
         fp32=sum(".f32" in one.opcode for one in rounding),
         fma=sum(one.opcode.startswith("fma.") and ".f32" in one.opcode for one in rounding),
         double=sum(".f64" in one.opcode for one in rounding),
         unrounded=_distinct(one for one in floats if not _rounds_to_nearest(one)),
+        narrow=_distinct(one for one in rounding if not _WIDE.search(one.opcode)),
         approximate=_distinct(one for one in entry.code if {"approx", "ftz"} & set(one.words)),
         table_reads=len(table),
+        read_depth=max((_depth(entry.flow, number) for number in table), default=0),
         looping_reads=len(table & _inside(entry.flow, loops)),
         kept_reads=_kept(entry, table),
         load_loops=len(loops),
@@ -110,11 +118,14 @@ def pointer_origins(entry: Entry, names: Sequence[str]) -> dict[int, Origins]:
     Predicates carry none: which of two pointers is taken may hang on anything, where each points does not.
     """
     held = _pointers(entry, names)
-    return {
-        number: _NONE.union(*(held.get(register, _NONE) for register in REGISTER.findall(one.operands[1])))
-        for number, one in enumerate(entry.code)
-        if _reads_global(one)
-    }
+    return {number: _origins_of(one.operands[1], held) for number, one in enumerate(entry.code) if _reads_global(one)}
+
+
+def cache_stores(entry: Entry, names: Sequence[str]) -> set[int]:
+    """Numbers of the stores to global memory whose address may come from an argument that points into a cache."""
+    held = _pointers(entry, names)
+    stores = {number for number, one in enumerate(entry.code) if _writes_global(one)}
+    return {number for number in stores if _origins_of(entry.code[number].operands[0], held) & set(CACHES)}
 
 
 def is_float(one: Instruction) -> bool:
@@ -122,9 +133,9 @@ def is_float(one: Instruction) -> bool:
     return _FLOAT.search(one.opcode) is not None
 
 
-def load_loops(flow: Flow, loads: set[int]) -> list[Loop]:
+def innermost_loops(flow: Flow, instructions: set[int]) -> list[Loop]:
     """The loops that have one of these instructions, and no loop inside that has one."""
-    having = [loop for loop in flow.loops if loads & _inside(flow, [loop])]
+    having = [loop for loop in flow.loops if instructions & _inside(flow, [loop])]
     return [loop for loop in having if not any(other.blocks < loop.blocks for other in having)]
 
 
@@ -151,13 +162,21 @@ def _rounds_to_nearest(one: Instruction) -> bool:
 def _conversion_is_safe(one: Instruction) -> bool:
     """To an integer, to double from fp32, or rounded to nearest."""
     to, source = one.words[-2:]
-    return not to.startswith("f") or "rn" in one.words or (to == "f64" and source == "f32")
+    return _INTEGER.fullmatch(to) is not None or "rn" in one.words or (to == "f64" and source == "f32")
 
 
 def _reads_global(one: Instruction) -> bool:
     if one.opcode.startswith("cp.async"):
         return "global" in one.words
     return one.words[0] in _LOADS and not _OTHER_SPACES & set(one.words)
+
+
+def _writes_global(one: Instruction) -> bool:
+    return one.words[0] == "st" and not _OTHER_SPACES & set(one.words)
+
+
+def _origins_of(address: str, held: Mapping[str, Origins]) -> Origins:
+    return _NONE.union(*(held.get(register, _NONE) for register in REGISTER.findall(address)))
 
 
 def _pointers(entry: Entry, names: Sequence[str]) -> dict[str, Origins]:
@@ -185,6 +204,11 @@ def _loaded_pointers(entry: Entry, names: Sequence[str]) -> dict[str, Origins]:
         if one.words[:2] == ("ld", "param") and one.words[-1] in ("u64", "b64") and int(offset or 0) == 0:
             held[one.targets[0]] = frozenset((by_parameter[parameter],))
     return held
+
+
+def _depth(flow: Flow, number: int) -> int:
+    """How many loops an instruction lies in."""
+    return sum(number in _inside(flow, [loop]) for loop in flow.loops)
 
 
 def _inside(flow: Flow, loops: Sequence[Loop]) -> set[int]:

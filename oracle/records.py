@@ -1,7 +1,8 @@
 """Resource records (gate 5): what every kernel takes on every SM, by toolkit, and what changed against the record.
 
 A record is a reviewable JSON file of one toolkit under fast/cuda/records/. A kernel or SM that has none, another count
-of registers, shared memory or barriers, and any local memory at all is red. Another code size is told, no more.
+of registers, shared memory or barriers, other options of the compiler, and any local memory at all is red. Another code
+size, or another build of the compiler, is told, no more.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SMS = tuple(LIMITS)
 FORMAT = "kvproof records"
 VERSION = 1
 
-TOLD = ("code_bytes",)
-"""Fields whose change is told, and not red."""
+TOLD = ("code_bytes", "build")
+"""Fields whose change is told, and not red: of `Resources`, and the compiler's exact build."""
 
 FORBIDDEN = ("stack_bytes", "local_bytes", "spill_bytes")
 """Fields that must be 0, whatever the record says: the kernels keep everything in registers and shared memory."""
@@ -65,7 +66,8 @@ class Change:
 
     Attributes:
         toolkit, kernel, sm: where; `kernel` and `sm` are "" where the whole record is meant.
-        field: of `Resources`, "" where the kernel or SM itself is missing.
+        field: of `Resources`, or "threads", "options" or "build" of the record; "" where the kernel or SM
+            itself is missing.
         recorded, found: its values; None where there is none.
         red: whether it fails the check.
         message: what it is, in a sentence.
@@ -138,6 +140,11 @@ def build_of(built: Built) -> str:
 def folder() -> Path:
     """Where the records lie in the package."""
     return Path(str(files("kvproof.fast"))) / "cuda" / "records"
+
+
+def recorded_toolkits(place: Path | None = None) -> list[str]:
+    """The names of the toolkits that have a file of records, such as "nvrtc-12.9"."""
+    return sorted(file.stem for kind in ("nvrtc", "nvcc") for file in (place or folder()).glob(f"{kind}-*.json"))
 
 
 def read(toolkit: str, geometry: str, place: Path | None = None) -> Measured | None:
@@ -229,6 +236,10 @@ def compare(recorded: Measured | None, found: Measured, sms: Sequence[str] = SMS
                 changes += _changed(recorded, found, name, sm, before, now)
     if recorded.threads != found.threads:
         changes.append(_threads(recorded, found))
+    if recorded.options != found.options:
+        changes.append(_options(recorded, found))
+    if recorded.build != found.build:
+        changes.append(_build(recorded, found))
     return changes
 
 
@@ -240,6 +251,16 @@ def _no_record(found: Measured) -> Change:
 def _threads(recorded: Measured, found: Measured) -> Change:
     message = f"recorded with {recorded.threads} threads to a block, found {found.threads}"
     return _change(found, "", "", "threads", recorded.threads, found.threads, message)
+
+
+def _options(recorded: Measured, found: Measured) -> Change:
+    message = f"recorded with the options {' '.join(recorded.options)}, found with {' '.join(found.options)}"
+    return _change(found, "", "", "options", None, None, message)
+
+
+def _build(recorded: Measured, found: Measured) -> Change:
+    message = f"recorded with the build {recorded.build}, found with {found.build}"
+    return _change(found, "", "", "build", None, None, message)
 
 
 def _missing(recorded: Measured, found: Measured, sms: Sequence[str]) -> Iterator[Change]:

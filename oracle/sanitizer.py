@@ -6,8 +6,10 @@ name of a tool, one kernel with the fault that the tool is for.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +44,17 @@ _PADDING_BYTES = 256
 _SUMMARY = re.compile(r"=+ (?:ERROR SUMMARY: (\d+) errors?\s*$|RACECHECK SUMMARY: (\d+) hazards?)", re.MULTILINE)
 _TOLD_LINES = 12
 
+_REPORTS = {
+    "memcheck": r"Invalid __global__ write",
+    "racecheck": r"Race reported between|hazard detected",
+    "initcheck": r"Uninitialized __global__ memory read",
+    "synccheck": r"Barrier error detected",
+}
+"""How each tool begins a report of the fault that is planted for it; the lines that belong to it are indented."""
+_PLANTED_KERNEL = re.compile(r"\bplanted\b")
+_REFUSED = re.compile(r"^=+ .*\bDevice not supported\b.*$", re.MULTILINE)
+_WINDOWS = re.compile(r"^[1-9]\d* windows$", re.MULTILINE)
+
 PLANTED = {
     "memcheck": "out[size + threadIdx.x] = 1;",
     "racecheck": "__shared__ unsigned s[64]; s[threadIdx.x] = threadIdx.x + size; *out = s[63 - threadIdx.x];",
@@ -61,6 +74,9 @@ class ToolRun:
         tool, program: which.
         found: errors or hazards that its summary counts; None where it gave no summary.
         status: with which it ended; None where its time was up.
+        seen: of a planted fault, whether a report is of just that fault, in just that kernel; of the small program,
+            whether it said how many windows it ran.
+        refused: the line by which the tool says that it does not work on this device; "" where it says no such thing.
         told: the lines that say why, where there is something to say.
     """
 
@@ -68,6 +84,8 @@ class ToolRun:
     program: str
     found: int | None
     status: int | None
+    seen: bool = False
+    refused: str = ""
     told: tuple[str, ...]
 
 
@@ -115,27 +133,74 @@ def summary(text: str) -> int | None:
 def run_tool(words: Sequence[str], *, tool: str, program: str, limit_s: float) -> ToolRun:
     """Run a command of `command`, for so many seconds at most."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
+        done = run_group(words, limit_s=limit_s)
     except subprocess.TimeoutExpired:
         return ToolRun(tool=tool, program=program, found=None, status=None, told=(f"ran past {limit_s:.0f} s",))
     text = done.stdout + done.stderr
     clean = summary(text) == 0 and done.returncode == 0
     told = () if clean else tuple(line for line in text.splitlines() if line.strip())[-_TOLD_LINES:]
-    return ToolRun(tool=tool, program=program, found=summary(text), status=done.returncode, told=told)
+    refused = _REFUSED.search(text)
+    return ToolRun(
+        tool=tool,
+        program=program,
+        found=summary(text),
+        status=done.returncode,
+        seen=_WINDOWS.search(done.stdout) is not None if program == SMALL else reports_planted(tool, text),
+        refused=refused[0].strip("= ") if refused else "",
+        told=told,
+    )
+
+
+def run_group(words: Sequence[str], *, limit_s: float, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command; when its time is up, end it with all that it started, which may hold its output open.
+
+    Raises:
+        subprocess.TimeoutExpired: it ran past `limit_s`.
+    """
+    child = subprocess.Popen(
+        words,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        out, err = child.communicate(timeout=limit_s)
+    except BaseException:  # Ctrl-C, too, which does not reach a session of its own
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        raise
+    return subprocess.CompletedProcess(words, child.returncode, out, err)
+
+
+def reports_planted(tool: str, text: str) -> bool:
+    """Whether a tool's output has a report of the fault that is planted for it, in the kernel that has it."""
+    report = re.compile(rf"^=+ .*(?:{_REPORTS[tool]}).*(?:\n=+ {{2,}}.*)*", re.MULTILINE)
+    return any(_PLANTED_KERNEL.search(found[0]) for found in report.finditer(text))
 
 
 def judge(planted: ToolRun, small: ToolRun | None) -> ToolVerdict:
     """A tool that does not find its planted fault proves nothing; `small` is then not run, and None."""
     told = "; ".join(planted.told[-3:])
+    if planted.refused:
+        return ToolVerdict(tool=planted.tool, verdict="skipped", reason=f"it does not work here: {planted.refused}")
     if planted.found is None:
         return ToolVerdict(tool=planted.tool, verdict="skipped", reason=f"it gives no summary here: {told}")
     if not planted.found:
         return ToolVerdict(tool=planted.tool, verdict="red", reason="it does not find the fault that is planted for it")
+    if not planted.seen:
+        reason = f"it finds {planted.found} errors, but does not report the fault that is planted for it: {told}"
+        return ToolVerdict(tool=planted.tool, verdict="red", reason=reason)
     if small is None or small.found is None or small.status not in (0, ERROR_STATUS):
         why = "it was not run" if small is None else "; ".join(small.told[-3:])
         return ToolVerdict(tool=planted.tool, verdict="red", reason=f"the kernels did not run to their end: {why}")
     if small.found or small.status:
         reason = f"it finds {small.found} errors in the kernels: {'; '.join(small.told)}"
+        return ToolVerdict(tool=planted.tool, verdict="red", reason=reason)
+    if not small.seen:
+        reason = "the kernels did not run: the program did not say how many windows it ran"
         return ToolVerdict(tool=planted.tool, verdict="red", reason=reason)
     return ToolVerdict(
         tool=planted.tool, verdict="green", reason=f"finds the planted fault ({planted.found}), no other"
@@ -154,7 +219,7 @@ def sanitize(sanitizer: Path, left: Callable[[], float], save: Callable[[list[To
     for tool in TOOLS:
         both: list[ToolRun] = []
         for program in (tool, SMALL):
-            if both and not both[0].found:
+            if both and not (both[0].found and both[0].seen and not both[0].refused):
                 break
             words = command(sanitizer, tool, program)
             both.append(run_tool(words, tool=tool, program=program, limit_s=max(1.0, left())))

@@ -141,9 +141,9 @@ def build(job: Job) -> Built:
         CubinError: the machine code could not be read.
     """
     made = compiled(job)
-    found = cubin.kernels(_dump(made.cubin, code=job.code), job.arch)
+    found = cubin.kernels(_dump(made.cubin, code=job.code), job.arch, code=job.code)
     if any(one.resources.stack_bytes or one.resources.local_bytes for one in found.values()):
-        found = cubin.kernels(_dump(made.cubin, code=True), job.arch)  # only code tells what is spilled
+        found = cubin.kernels(_dump(made.cubin, code=True), job.arch, code=True)  # only code tells what is spilled
     return Built(ptx=made.ptx, kernels=found)
 
 

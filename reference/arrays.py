@@ -7,7 +7,6 @@ https://dmlc.github.io/dlpack/latest/python_spec.html. Describing one waits for 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from typing import Any, NamedTuple
 
@@ -26,6 +25,10 @@ ALIGNMENT = 16
 _OPAQUE = np.dtype("V2")  # how `__cuda_array_interface__` spells bf16
 _CUDA, _CUDA_MANAGED = 2, 13  # DLDeviceType
 _NO_SYNCHRONISATION = -1  # of `__dlpack__`'s stream
+
+
+class UndescribedError(ValueError):
+    """An array that does not show its memory, or not all of it; the message is what one says of it behind "is"."""
 
 
 class ArrayFacts(NamedTuple):
@@ -79,15 +82,32 @@ HOST = Place()
 
 
 def describe(array: Any) -> ArrayFacts | None:
-    """The facts of a NumPy array or a device array; None for anything else."""
+    """The facts of a NumPy array or a device array; None for anything else.
+
+    Raises:
+        UndescribedError: a device array does not show its memory, as a PyTorch tensor that requires gradients, or has
+            a mask, which no kernel reads.
+    """
     if isinstance(array, np.ndarray):
         flags = array.flags
         strides = None if flags.c_contiguous else array.strides
         return ArrayFacts(array.dtype, array.shape, strides, None, flags.writeable, array)
-    interface = None
-    with contextlib.suppress(KeyError):  # older PyTorch knows no type string for bf16, but exports it by DLPack
+    try:
+        return _of_device(array)
+    except UndescribedError:
+        raise
+    except (RuntimeError, BufferError, TypeError) as error:  # as PyTorch refuses a tensor that requires gradients
+        raise UndescribedError(f"a {type(array).__name__} that does not show its memory: {error}") from None
+
+
+def _of_device(array: Any) -> ArrayFacts | None:
+    try:
         interface = getattr(array, "__cuda_array_interface__", None)
+    except KeyError:  # older PyTorch knows no type string for bf16, but exports it by DLPack
+        interface = None
     if interface is not None:
+        if interface.get("mask") is not None:
+            raise UndescribedError(f"a {type(array).__name__} with a mask, which no kernel reads: pass one without")
         return _from_interface(interface, _device_number(array))
     if _device_number(array) != UNTOLD:
         return _from_dlpack(array)
@@ -95,8 +115,11 @@ def describe(array: Any) -> ArrayFacts | None:
 
 
 def place_of(array: Any) -> Place:
-    """Where an array lies; the host for what is no array."""
-    facts = describe(array)
+    """Where an array lies; the host for what is no array, or does not tell: checks that name it refuse it there."""
+    try:
+        facts = describe(array)
+    except UndescribedError:
+        return HOST
     return HOST if facts is None else Place(device=facts.device)
 
 
@@ -220,11 +243,15 @@ def require_array(
         TypeError: no array, or a host array where a device array belongs, or the other way round.
         ValueError: dtype, shape, strides, device or alignment differ; the message says what was given and is allowed.
     """
+    if place.device is None and isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
+        host_shape: tuple[int, ...] = array.shape
+        if _fits(host_shape, shape):  # it passes all of the checks below, which cost a small call more than this
+            return host_shape
     facts = require_place(name, array, place)
     given = facts.shape
     if facts.dtype != dtype:
         raise ValueError(f"{name} has dtype {facts.dtype}; it must be {np.dtype(dtype)} {_words(shape)}")
-    if len(given) != len(shape) or any(n is not None and n != m for n, m in zip(shape, given, strict=True)):
+    if not _fits(given, shape):
         raise ValueError(f"{name} has shape {list(given)}; it must be {_words(shape)}")
     if facts.strides is not None:
         copy = f"np.ascontiguousarray({name})" if facts.device is None else "a contiguous copy"
@@ -232,6 +259,16 @@ def require_array(
     if facts.device is not None and facts.dtype == BF16:
         require_aligned(name, array)
     return given
+
+
+def _fits(given: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    """Whether a shape is as wanted, where None takes any extent."""
+    if len(given) != len(shape):
+        return False
+    for extent, wanted in zip(given, shape, strict=True):  # noqa: SIM110  # `all` takes twice as long
+        if wanted is not None and wanted != extent:
+            return False
+    return True
 
 
 def _words(shape: tuple[int | None, ...]) -> str:
@@ -253,9 +290,13 @@ def require_place(name: str, array: Any, place: Place) -> ArrayFacts:
 
     Raises:
         TypeError: no array, or a host array where a device array belongs, or the other way round.
-        ValueError: it lies on another device.
+        ValueError: it lies on another device, does not show its memory, or has a mask.
     """
-    given, facts = type(array).__name__, describe(array)
+    given = type(array).__name__
+    try:
+        facts = describe(array)
+    except UndescribedError as error:
+        raise ValueError(f"{name} is {error}") from None
     if place.device is None:
         if facts is None:
             raise TypeError(f"{name} is a {given}; it must be a NumPy array")

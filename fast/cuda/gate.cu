@@ -1,5 +1,8 @@
 // gate: gated = bf16(out * sigmoid(gate)), sigmoid(x) = 1 / (1 + exp(-x)).
 //
+// Floors of a row at Flash Next geometry: 24 KiB of attention and gates read, 12 KiB written; 150 Ki FLOP in fp32, 25
+// to an element, 4 to a byte: bound by memory, and for one row by the launch.
+//
 // A head's gate lies behind its query in the projection row. One block of threads per (query head, row).
 #include "arithmetic.cuh"
 

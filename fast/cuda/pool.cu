@@ -4,6 +4,10 @@
 //   pooled = bf16(rope(n(mean)))                 n and rope as in prep, with the pool's weight, at the block's first
 //                                                position (media: that row's triple)
 //
+// Floors of a pooled row at Flash Next geometry, one for every four positions: 1 KiB of raw keys read, 256 bytes
+// written; 1.2 Ki FLOP in fp32, one to a byte: bound by memory, and for one row by the launch. Its angles are 1 Ki
+// FLOP in double.
+//
 // One block of threads per pooled row. It reads raw keys only, so pooling a block again gives the same bits.
 #include "rotary.cuh"
 

@@ -2,6 +2,10 @@
 //
 //   score[b] = (sum over index heads h, in order, of max(iq_h . pooled_b, 0)) / sqrt(index_dim),   b < complete
 //
+// Floors of a row of c complete blocks at Flash Next geometry: 256 bytes * c of pooled rows and 1 KiB of queries read,
+// 4 * c written; 1 Ki * c FLOP in fp32, 4 to a byte: bound by memory. A pooled row is read once for the four query
+// heads.
+//
 // One block of threads per (tile of pooled rows, row), a CPU takes two pooled rows at a time.
 #include "pages.cuh"
 #include "tile.cuh"

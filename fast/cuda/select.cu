@@ -4,6 +4,10 @@
 //   else:                    the top_blocks blocks of highest score, ties to the lower block, in block order, each as
 //                            its positions; then the unfinished tail block * complete .. position
 //
+// Floors of a sparse row of c complete blocks at Flash Next geometry: 4 * c bytes of scores read, 8 KiB of key ids
+// written, no FLOP. Scores are read six times, by four rounds of the radix select and two of the list, after the first
+// from a cache: one block of threads takes a row, so that what bounds it is the length of those rounds.
+//
 // Scores are ordered by their bits, so the list is exact: a radix select finds the least score taken and how many
 // blocks of just that score are; each thread then writes out its run of blocks. One block of threads per row.
 #include "common.cuh"

@@ -1,7 +1,8 @@
-"""Proved from the compiled code, without a GPU; each fact is seen red on kernels that break it."""
+"""Proved from the compiled code and counted look-ups, without a GPU; each fact is seen red on kernels that break it."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -22,16 +23,18 @@ from compiled import (
 from kvproof.fast import KernelSources
 from kvproof.fast.engine import GPU_THREADS
 from kvproof.fast.sources import FAMILIES
-from kvproof.oracle.compiled_code import KEEPING
-from kvproof.oracle.cubin import Kernel, Resources, Sass
+from kvproof.oracle import cubin
+from kvproof.oracle.compiled_code import KEEPING, READING, broken_claims, proofs
+from kvproof.oracle.cubin import CubinError, Kernel, Resources, Sass
 from kvproof.oracle.flow import Flow, Step
+from kvproof.oracle.lookups import counting, lookups
 from kvproof.oracle.ptx import parse
 from kvproof.oracle.ptx_compare import fma_mismatches, inner_work
 from kvproof.oracle.ptx_facts import ptx_facts
 from kvproof.oracle.records import SMS
 from kvproof.oracle.sass_facts import load_origins, sass_facts
-from kvproof.oracle.toolkits import build
-from kvproof.reference import FLASH_NEXT
+from kvproof.oracle.toolkits import build, nvcc_toolkit
+from kvproof.reference import FLASH_NEXT, TINY
 
 KERNELS = (
     "fn_attn_prep", "fn_attn_prep_media", "fn_qsa_pool", "fn_qsa_pool_media", "fn_qsa_scores", "fn_qsa_select",
@@ -63,6 +66,32 @@ def test_the_loads_of_the_machine_code_are_those_of_the_ptx(sm):
     for kernel in KERNELS:
         facts = all_proofs()[kernel, sm]
         assert set(facts.sass.cache_loads) == set(facts.ptx.cache_loads), kernel
+
+
+@pytest.mark.skipif(nvcc_toolkit() is None, reason="no nvcc is installed")
+@pytest.mark.parametrize("family", PAGED)
+def test_every_claim_holds_of_what_nvcc_makes(family):
+    """Another toolkit writes other machine code, which has to be read, too."""
+    made = proofs(replace(job(KernelSources(), family, "sm_90"), toolkit=nvcc_toolkit()))
+    assert [one.broken for one in made] == [()] * len(made)
+    assert all(sum(one.sass.cache_loads.values()) > 0 for one in made if one.kernel in READING)
+    assert {one.kernel for one in made if one.ptx.cache_loads} == {one.kernel for one in made} & set(READING)
+
+
+def test_machine_code_that_is_not_read_is_refused(monkeypatch):
+    monkeypatch.setattr(cubin, "_INSTRUCTION", re.compile(r"(no)(such)(text)(.)"))
+    with pytest.raises(CubinError, match=r"no machine instruction of fn_attn_chunks.* is read"):
+        proof(KernelSources(), "chunks")
+
+
+@pytest.mark.parametrize("kernel", READING)
+def test_a_kernel_without_a_load_from_a_cache_is_red(kernel):
+    facts = all_proofs()[kernel, "sm_90"]
+    unread = replace(facts.sass, cache_loads={})
+    assert "no load from a cache is found in SASS" in "; ".join(broken_claims(kernel, facts.ptx, unread))
+    unseen = replace(facts.ptx, cache_loads={})
+    assert "no load from a cache is found in PTX" in "; ".join(broken_claims(kernel, unseen, facts.sass))
+    assert "are none in PTX, 16 bytes in SASS" in "; ".join(broken_claims(kernel, unseen, facts.sass))
 
 
 @pytest.mark.parametrize("sm", SMS)
@@ -145,11 +174,13 @@ INDEXED_ARRAY = """float held[40];
     gated[at + head] = round_bf16(held[head]);
     """
 
+TILE_OVER_AND_OVER = "for (int z = 0; z < tiles_here; ++z) look_up(tile + 1);"
+
 BREAKS = {
     "look-up-in-a-load-loop": (
         "scores",
         ("scores.cu", "stage_rows<width>(tile, pooled, at, count);", LOOK_UP_PER_LOAD),
-        "reads of the page table lie in a loop that loads cache rows",
+        "reads of the page table lie in a loop that loads or stores cache rows",
     ),
     "look-up-twice": (
         "scores",
@@ -159,6 +190,23 @@ BREAKS = {
             "at[i] = (pooled_row(pages, first + i) + pooled_row(pages, first + i + 1)) / 2",
         ),
         "0 give the one offset of a row",
+    ),
+    "look-up-each-tile-again-and-again": (
+        "chunks",
+        ("chunks.cu", "    look_up(tile + 1);", "    " + TILE_OVER_AND_OVER),
+        "a read of the page table lies in 3 loops, one in the other, not in 2",
+    ),
+    "look-up-for-each-piece-that-is-stored": (
+        "prep",
+        (
+            "prep.cu",
+            "copy_head<KVP_INDEX_DIM>(a.index_keys + index_row(a.pages, position), index_key);",
+            "for (int i = threadIdx.x * 8; i < KVP_INDEX_DIM; i += KVP_THREADS * 8)\n"
+            "    copy8(a.index_keys + index_row(a.pages, position + (i >> 20)) + i, index_key + i);",
+        ),
+        "reads of the page table lie in a loop that loads or stores cache rows; "
+        "a read of the page table lies in 1 loops, one in the other, not in 0; "
+        "the page table is read in 7 places, not in 3",
     ),
     "table-ignored": (
         "scores",
@@ -214,6 +262,63 @@ def test_a_product_that_may_be_contracted_is_red():
     assert broken == ("these operations do not say that they round to nearest: add.f32, mul.f32",)
 
 
+# ---- look-ups, counted ----
+
+POSITIONS, WINDOW = 2063, 17
+"""Dense rows, and sparse ones with a whole and an unfinished tail; their lists are of 32 tiles and 33."""
+
+
+@pytest.mark.parametrize("gpu_split", [True, False], ids=["as-on-a-gpu", "as-on-a-cpu"])
+def test_the_table_is_read_once_per_key_per_tile(gpu_split):
+    found = lookups(FLASH_NEXT, positions=POSITIONS, rows=WINDOW, gpu_split=gpu_split)
+    assert set(found) == {"prep", "pool", "scores", "chunks", "chunks_ahead"}
+    for kernel, one in found.items():
+        assert one.found.sum() > 0, kernel
+        assert one.found.tolist() == one.due.tolist(), kernel
+
+
+MISCOUNTED = {
+    "a-tile-looked-up-twice": ("chunks.cu", "weigh_tile(s, tile);", "weigh_tile(s, tile);\n    look_up(tile);"),
+    "each-tile-again-and-again": ("chunks.cu", "look_up(tile + 1);", TILE_OVER_AND_OVER),
+    "the-last-key-again": (
+        "chunks.cu",
+        "if (k >= count) continue;",
+        "if (k >= count && (k = count - 1) < 0) continue;",
+    ),
+    "a-block-looked-up-twice": (
+        "scores.cu",
+        "at[i] = pooled_row(pages, first + i)",
+        "at[i] = (pooled_row(pages, first + i) + pooled_row(pages, first + i)) / 2",
+    ),
+    "a-row-looked-up-for-each-norm": (
+        "pool.cu",
+        "mean[d + j] = round_bf16(",
+        "mean[d + j + index_row(pages, first) - index_row(pages, first)] = round_bf16(",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISCOUNTED)
+def test_a_look_up_more_or_less_is_seen(name):
+    planted = KernelSources().edit(*MISCOUNTED[name])
+    found = lookups(FLASH_NEXT, positions=POSITIONS, rows=WINDOW, sources=planted)
+    family = MISCOUNTED[name][0].removesuffix(".cu")
+    assert {kernel for kernel, one in found.items() if not one.agree} == {
+        kernel for kernel in found if kernel.startswith(family)
+    }
+
+
+def test_another_place_that_reads_the_table_is_refused():
+    planted = KernelSources().edit("scores.cu", "pooled_row(pages, first + i)", "pages.table[first + i] * 8ll")
+    with pytest.raises(ValueError, match=r"use the page table in \{.*'scores.cu': 1.*only 'pages.table\[page\]'"):
+        counting(planted)
+
+
+def test_more_positions_than_counters_are_refused():
+    with pytest.raises(ValueError, match="positions is 16385; there are counters for 16384"):
+        lookups(TINY, positions=16385, rows=1)
+
+
 # ---- reading PTX and machine code ----
 
 
@@ -249,16 +354,34 @@ def test_a_generic_load_is_followed_too():
 
 
 @pytest.mark.parametrize(
-    "opcode", ["add.f32", "add.rz.f32", "cvt.f32.f64", "cvt.rz.f32.s32", "div.full.f32", "mma.sync.f32", "fma.f32x2"]
-)
+    "opcode",
+    [
+        "add.f32", "add.rz.f32", "cvt.f32.f64", "cvt.rz.f32.s32", "div.full.f32", "mma.sync.f32", "fma.f32x2",
+        "mul.bf16x2", "add.bf16", "add.f16", "fma.rz.bf16x2", "cvt.rz.bf16.f32", "cvt.rz.bf16x2.f32",
+        "cvt.rna.tf32.f32", "cvt.rz.f16.f32", "cvt.satfinite.e4m3x2.f32", "cvt.rz.satfinite.ue8m0x2.f32",
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32", "mma.sync.aligned.m16n8k16.row.col.bf16.bf16",
+    ],
+)  # fmt: skip
 def test_an_operation_that_does_not_round_to_nearest_is_seen(opcode):
     facts = ptx_facts(parse(ptx_of(f"{opcode} %f1, %f2, %f3;\nret;"))["k"], ("keys", "q"))
     assert facts.unrounded == (opcode,)
 
 
+@pytest.mark.parametrize("opcode", ["fma.rn.bf16x2", "add.rn.f16", "mul.bf16", "sub.rn.f16x2"])
+def test_an_operation_in_less_than_fp32_is_seen(opcode):
+    facts = ptx_facts(parse(ptx_of(f"{opcode} %f1, %f2, %f3;\nret;"))["k"], ("keys", "q"))
+    assert facts.narrow == (opcode,)
+    broken = broken_claims("fn_attn_gate", facts, sass_facts(machine_code("EXIT"), ("keys", "q")))
+    assert f"these operations compute in less than fp32: {opcode}" in list(broken)
+
+
 @pytest.mark.parametrize(
-    "opcode", ["add.rn.f32", "cvt.f64.f32", "cvt.rn.f32.s32", "cvt.rzi.s32.f32", "neg.f32", "selp.f32", "fma.rn.f32x2"]
-)
+    "opcode",
+    [
+        "add.rn.f32", "cvt.f64.f32", "cvt.rn.f32.s32", "cvt.rzi.s32.f32", "cvt.rzi.u64.f64", "neg.f32", "selp.f32",
+        "fma.rn.f32x2", "cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32", "add.s32", "mul.wide.u32", "cvt.u32.u16",
+    ],
+)  # fmt: skip
 def test_an_operation_that_rounds_to_nearest_or_not_at_all_is_let_pass(opcode):
     facts = ptx_facts(parse(ptx_of(f"{opcode} %f1, %f2, %f3;\nret;"))["k"], ("keys", "q"))
     assert facts.unrounded == ()

@@ -474,7 +474,7 @@ def test_a_device_that_is_not_there(cupy, number):
 
 
 MISSING = {
-    "cupy": (None, r"CuPy does not load .*pip install 'kvproof\[cuda12\]'"),
+    "cupy": (None, r"CuPy does not load .*in a checkout, run `pip install -e '\.\[cuda12\]'`"),
     "driver": (
         StandInCupy(RuntimeError("insufficient driver")),
         r"no CUDA driver answers \(insufficient driver\): install",

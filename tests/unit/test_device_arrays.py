@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvproof import fast, reference
 from kvproof.reference import TINY, KeyLists, LayerCache, Layout, Rope
-from kvproof.reference.arrays import UNTOLD, Place, describe, require_array
+from kvproof.reference.arrays import UNTOLD, Place, describe, place_of, require_array
 from kvproof.reference.layout import BF16
 from kvproof.reference.results import list_chunks, longest_list, require_chunks, require_merge, require_store
 from streams import make_weights, normal
@@ -99,6 +99,60 @@ class OldTensor:
 
 def test_a_type_that_the_interface_cannot_tell_comes_by_dlpack():
     assert describe(OldTensor(DlpackArray(zeros(8, dtype=BF16)))).dtype == BF16
+
+
+class Tensor:
+    """A PyTorch tensor that requires gradients: https://pytorch.org/docs/stable/notes/autograd.html."""
+
+    @property
+    def __cuda_array_interface__(self):
+        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad. Use var.detach()")
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+
+class DlpackTensor:
+    """One that DLPack alone would tell of."""
+
+    def __dlpack_device__(self):
+        return (2, 0)
+
+    def __dlpack__(self, *, stream=None):
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+
+
+class Masked(Nameless):
+    """An array of which some elements do not count."""
+
+    def __init__(self, array):
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "mask": DeviceArray(zeros(4, dtype="bool"))}
+
+
+UNDESCRIBED = {
+    "gradients": (
+        Tensor(),
+        r"is a Tensor that does not show its memory: Can't get .* requires grad. Use var.detach\(\)",
+    ),
+    "gradients-by-dlpack": (DlpackTensor(), "is a DlpackTensor that does not show its memory: Can't export .*detach"),
+    "mask": (Masked(DeviceArray(zeros(4))), "is a Masked with a mask, which no kernel reads: pass one without"),
+}
+
+
+@pytest.mark.parametrize("place", [DEVICE, Place()], ids=["device", "host"])
+@pytest.mark.parametrize("name", UNDESCRIBED)
+def test_an_array_that_does_not_show_its_memory_is_refused_by_name(name, place):
+    array, message = UNDESCRIBED[name]
+    with pytest.raises(ValueError, match=f"^weights.q {message}"):
+        require_array("weights.q", array, np.float32, (4,), place)
+    assert place_of(array) == Place()
+
+
+@pytest.mark.parametrize("name", UNDESCRIBED)
+def test_calls_name_the_argument_that_does_not_show_its_memory(name):
+    array, message = UNDESCRIBED[name]
+    with pytest.raises(ValueError, match=f"rope triples {message}"):
+        Rope(mode="media", triples=array)
 
 
 REFUSED = {

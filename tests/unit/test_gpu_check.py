@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -146,12 +147,82 @@ def test_a_copy_counts_what_it_reads_and_what_it_writes():
 
 @pytest.mark.parametrize("work", gpu_bench.works(), ids=lambda work: work.name.replace(" ", "-"))
 def test_a_step_reads_more_than_the_last_cache_holds_and_fits_memory(work):
-    cache_bytes = 60 << 20
-    layers = layers_for(FLASH_NEXT, work, cache_bytes)
+    last_cache = 60 << 20
+    layers = layers_for(FLASH_NEXT, work, last_cache)
     held = work.streams * Layout.contiguous(dataclasses.replace(FLASH_NEXT, layers=layers), work.keys).elements * 2
     read = work.streams * layers * bytes_of("window", FLASH_NEXT, rows=work.rows, keys=work.keys)
-    assert min(held, read) >= gpu_bench.SPREAD * cache_bytes
+    assert min(held, read) >= gpu_bench.SPREAD * last_cache
     assert held <= gpu_bench.MOST_BYTES
+
+
+@pytest.mark.parametrize("work", gpu_bench.works(), ids=lambda work: work.name.replace(" ", "-"))
+def test_the_layouts_of_a_step_fit_a_small_device_together(work):
+    """Of 4 GiB: either a layer of each layout and PyTorch's share fit, or the work is skipped."""
+    most = gpu_bench.most_bytes(4 << 30)
+    one = gpu_bench.cache_bytes(FLASH_NEXT, work)
+    assert most == 1 << 30
+    assert one * layers_for(FLASH_NEXT, work, 60 << 20, most) <= max(most, one)
+    page = max(PAGES)
+    paged = Layout(geometry=dataclasses.replace(FLASH_NEXT, layers=1), page_size=page, pages=-(-work.keys // page))
+    assert one == work.streams * paged.elements * 2
+
+
+def test_a_device_with_much_memory_is_not_filled():
+    assert gpu_bench.most_bytes(139 << 30) == gpu_bench.MOST_BYTES
+
+
+def test_works_that_do_not_fit_are_told(monkeypatch):
+    engine = Engine(fiber_backend())
+    small = gpu_bench.sample_of(engine.backend, 1009)
+    monkeypatch.setattr(gpu_bench, "sample_of", lambda backend: small)
+    works = (Work(streams=1, rows=2, keys=8), Work(streams=1, rows=2, keys=512), Work(streams=2, rows=2, keys=8))
+    most = gpu_bench.cache_bytes(TINY, works[0])
+    found = gpu_steps.timed(
+        engine, TINY, WaitingTimer(engine.backend), works, last_cache=1, clock=Clock(600), most=most
+    )
+    assert found.verdict == "green"
+    assert {one["work"] for one in found.result["timings"]} == {works[0].name}
+    assert found.result["skipped"] == [works[1].name, works[2].name]
+    assert "1 works, copy" in found.reason
+    assert f"skipped, as they need more than 0 MiB, which one layout's caches may take here: {works[1].name}" in (
+        found.reason
+    )
+
+
+def test_a_device_without_room_is_skipped():
+    engine = Engine(fiber_backend())
+    works = (Work(streams=1, rows=2, keys=8),)
+    found = gpu_steps.timed(engine, TINY, WaitingTimer(engine.backend), works, last_cache=1, clock=Clock(600), most=0)
+    assert (found.verdict, found.result["timings"]) == ("skipped", [])
+
+
+TORCH = """
+class cuda:
+    def is_available():
+        ANSWER
+__version__ = "2.8.0+cpu"
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("return False", "PyTorch 2.8.0+cpu finds no CUDA device; is it built for the CPU alone?"),
+        ("return True", "AttributeError: "),  # no other attribute: as of a PyTorch that lacks what is called
+        ("raise AssertionError('Torch not compiled with CUDA enabled')", "AssertionError: Torch not compiled"),
+    ],
+    ids=["cpu-only", "too-old", "raises"],
+)
+def test_a_pytorch_that_cannot_be_timed_is_told_and_spoils_nothing(monkeypatch, answer, told):
+    module = types.ModuleType("torch")
+    exec(TORCH.replace("ANSWER", answer), module.__dict__)
+    monkeypatch.setitem(sys.modules, "torch", module)
+    monkeypatch.delitem(sys.modules, "kvproof.oracle.gpu_bench_torch", raising=False)
+    result = {"torch": []}
+    for _ in range(2):
+        gpu_steps._add_torch(result, TINY, Work(streams=1, rows=1, keys=64), 1)
+    assert result["torch_absent"].startswith(told)
+    assert result["torch"] == []
 
 
 def test_works_are_those_of_the_issue():
@@ -551,8 +622,10 @@ def test_a_summary_is_read(text, found):
     assert sanitizer.summary(text) == found
 
 
-def tool_run(found, status, *told):
-    return sanitizer.ToolRun(tool="memcheck", program="p", found=found, status=status, told=told)
+def tool_run(found, status, *told, seen=True, refused=""):
+    return sanitizer.ToolRun(
+        tool="memcheck", program="p", found=found, status=status, seen=seen, refused=refused, told=told
+    )
 
 
 @pytest.mark.parametrize(
@@ -565,29 +638,50 @@ def tool_run(found, status, *told):
         (tool_run(64, 99), tool_run(2, 0, "hazard"), "red", "finds 2 errors in the kernels: hazard"),
         (tool_run(64, 99), tool_run(0, 1, "ImportError"), "red", "did not run to their end: ImportError"),
         (tool_run(64, 99), tool_run(None, None, "ran past 9 s"), "red", "ran past 9 s"),
+        (tool_run(1, 99, "API error", seen=False), tool_run(0, 0), "red", "does not report the fault .*: API error"),
+        (tool_run(1, 99, seen=False, refused="no H9"), None, "skipped", "does not work here: no H9"),
+        (tool_run(64, 99), tool_run(0, 0, seen=False), "red", "did not say how many windows it ran"),
     ],
-    ids=["clean", "blind", "unusable", "errors", "warnings", "program-failed", "hangs"],
-)
+    ids=[
+        "clean", "blind", "unusable", "errors", "warnings", "program-failed", "hangs", "another-error", "refused",
+        "nothing-ran",
+    ],
+)  # fmt: skip
 def test_a_tool_that_sees_nothing_proves_nothing(planted, small, verdict, reason):
     judged = sanitizer.judge(planted, small)
     assert judged.verdict == verdict
-    assert reason in judged.reason
+    assert re.search(reason, judged.reason)
 
+
+REPORTS = {
+    "memcheck": "========= Invalid __global__ write of size 4 bytes\n=========     at planted+0xb0",
+    "racecheck": "========= Error: Race reported between Write access at planted+0x90\n"
+    "=========     and Read access at planted+0xb0 [64 hazards]",
+    "initcheck": "========= Uninitialized __global__ memory read of size 4 bytes\n"
+    "=========     at 0x70 in planted_initcheck.cu:1:planted",
+    "synccheck": "========= Barrier error detected. Divergent thread(s) in block.\n=========     at planted+0x50",
+}
+"""As compute-sanitizer of CUDA 12 and 13 writes them."""
 
 FAKE = """#!/bin/sh
 tool=$2
 for program in "$@"; do :; done
 head="ERROR SUMMARY:"; word=errors
 if [ "$tool" = racecheck ]; then head="RACECHECK SUMMARY:"; word="hazards displayed (0 errors, 0 warnings)"; fi
-if [ "$program" = small ]; then echo "========= $head SMALL $word"; exit STATUS; fi
+if [ "$program" = small ]; then echo "WINDOWS"; echo "========= $head SMALL $word"; exit STATUS; fi
+case $tool in
+CASES
+esac
 echo "========= $head 4 $word"
 exit 99
 """
 
 
-def fake_sanitizer(tmp_path, *, small=0, status=0):
+def fake_sanitizer(tmp_path, *, small=0, status=0, windows="8 windows", reports=REPORTS):
     program = tmp_path / "compute-sanitizer"
-    program.write_text(FAKE.replace("SMALL", str(small)).replace("STATUS", str(status)))
+    cases = "\n".join(f"{tool}) echo '{report}';;" for tool, report in reports.items())
+    text = FAKE.replace("SMALL", str(small)).replace("STATUS", str(status)).replace("WINDOWS", windows)
+    program.write_text(text.replace("CASES", cases))
     program.chmod(0o755)
     return program
 
@@ -597,6 +691,41 @@ def test_each_tool_is_run_over_its_fault_and_over_the_kernels(tmp_path):
     verdicts = sanitizer.sanitize(fake_sanitizer(tmp_path), lambda: 60.0, lambda runs: saved.append(len(runs)))
     assert [(one.tool, one.verdict) for one in verdicts] == [(tool, "green") for tool in sanitizer.TOOLS]
     assert saved == list(range(1, 9))
+
+
+@pytest.mark.parametrize("tool", sanitizer.TOOLS)
+def test_another_error_is_not_the_planted_fault(tool):
+    """Every other tool's report, the fault in another kernel, and an error of the CUDA API."""
+    assert sanitizer.reports_planted(tool, REPORTS[tool])
+    others = [report for name, report in REPORTS.items() if name != tool]
+    elsewhere = re.sub(r"\bplanted\b", "fn_attn_gate", REPORTS[tool]) + "\n========= another report, of planted"
+    api = "========= Program hit CUDA_ERROR_INVALID_VALUE (error 1) on CUDA API call to cuModuleGetFunction of planted"
+    assert not any(sanitizer.reports_planted(tool, text) for text in (*others, elsewhere, api))
+
+
+def test_a_tool_that_counts_other_errors_is_red(tmp_path):
+    api = dict.fromkeys(sanitizer.TOOLS, "========= Program hit CUDA_ERROR_INVALID_VALUE (error 1)")
+    runs = []
+    verdicts = sanitizer.sanitize(fake_sanitizer(tmp_path, reports=api), lambda: 60.0, runs.append)
+    assert [one.verdict for one in verdicts] == ["red"] * len(sanitizer.TOOLS)
+    assert all("4 errors, but does not report the fault that is planted for it" in one.reason for one in verdicts)
+    assert sanitizer.SMALL not in {run.program for run in runs[-1]}
+
+
+def test_a_device_that_a_tool_does_not_support_is_told(tmp_path):
+    refused = dict.fromkeys(
+        sanitizer.TOOLS, "========= Error: Device not supported. Please refer to the documentation."
+    )
+    verdicts = sanitizer.sanitize(fake_sanitizer(tmp_path, reports=refused), lambda: 60.0, lambda runs: None)
+    assert [one.verdict for one in verdicts] == ["skipped"] * len(sanitizer.TOOLS)
+    assert all("Error: Device not supported. Please refer" in one.reason for one in verdicts)
+
+
+@pytest.mark.parametrize("windows", ["", "0 windows", "windows"])
+def test_a_program_that_did_not_run_proves_nothing(tmp_path, windows):
+    verdicts = sanitizer.sanitize(fake_sanitizer(tmp_path, windows=windows), lambda: 60.0, lambda runs: None)
+    assert [one.verdict for one in verdicts] == ["red"] * len(sanitizer.TOOLS)
+    assert all("did not say how many windows it ran" in one.reason for one in verdicts)
 
 
 def test_the_kernels_are_not_run_under_a_tool_that_is_blind(tmp_path):
@@ -611,6 +740,17 @@ def test_the_kernels_are_not_run_under_a_tool_that_is_blind(tmp_path):
 def test_a_tool_that_hangs_is_stopped(tmp_path):
     found = sanitizer.run_tool(["sleep", "60"], tool="memcheck", program="small", limit_s=0.2)
     assert (found.found, found.status, found.told) == (None, None, ("ran past 0 s",))
+
+
+def test_a_tool_that_hangs_is_stopped_with_what_it_started(tmp_path):
+    """What it started holds its output open: waiting for that would take as long as it runs."""
+    file, started = tmp_path / "pid", time.monotonic()
+    found = sanitizer.run_tool(
+        ["sh", "-c", f"sleep 30 & echo $! > {file}; wait"], tool="memcheck", program="small", limit_s=0.5
+    )
+    assert found.status is None
+    assert time.monotonic() - started < 10
+    assert gone(int(file.read_text()))
 
 
 def test_the_step_is_red_where_a_tool_finds_something(tmp_path, monkeypatch):
@@ -678,6 +818,41 @@ def test_pytest_s_report_is_judged(counts, verdict, reason):
     found = gpu_programs.tests_verdict(junit(**counts), "output")
     assert found.verdict == verdict
     assert reason in found.reason
+
+
+COLLECT = """
+import sys
+for name in sys.argv[1].split(","):
+    sys.modules[name] = None
+import pytest
+sys.exit(pytest.main(["-m", "gpu", "--collect-only", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+def collected(blocked, files):
+    """The GPU-marked tests that pytest collects of files where some packages cannot be imported."""
+    words = [sys.executable, "-c", COLLECT, ",".join(blocked), *map(str, files)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+NOT_CARRIED = ("ziglang", "threadpoolctl", "torch", "triton", "mypy")
+"""Packages that the docs' wheels lack, and one of theirs that no GPU-marked test needs."""
+
+
+def test_the_gpu_marked_tests_are_collected_where_little_is_installed():
+    files = gpu_programs.gpu_test_files(ROOT / "tests")
+    assert files == [ROOT / "tests" / "unit" / "test_gpu.py"]
+    assert len(collected(NOT_CARRIED, files)) > 10
+
+
+@pytest.mark.slow
+def test_no_gpu_marked_test_is_left_out_and_no_other_file_hinders():
+    """As `pytest -m gpu` over all tests, without the compiler wheel that the docs do not carry."""
+    everywhere = collected(["ziglang"], [ROOT / "tests"])
+    assert everywhere == collected(["ziglang"], gpu_programs.gpu_test_files(ROOT / "tests"))
+    assert everywhere
 
 
 @pytest.mark.slow

@@ -14,10 +14,11 @@ from compiled import all_proofs, toolkit
 from kvproof.fast import KernelSources
 from kvproof.fast.compiler import CacheError, CompileError
 from kvproof.fast.engine import GPU_THREADS
-from kvproof.fast.nvrtc import COMPILE_OPTIONS, toolkit_folders
+from kvproof.fast.nvrtc import COMPILE_OPTIONS, NvrtcError, toolkit_folders
 from kvproof.fast.sources import FAMILIES, staged_bytes
 from kvproof.oracle import cli, cubin, records, records_cli, toolkits
 from kvproof.oracle.cubin import CubinError, Resources
+from kvproof.oracle.lookups import lookups
 from kvproof.oracle.occupancy import LIMITS, occupancy
 from kvproof.oracle.records import (
     SMS,
@@ -77,6 +78,22 @@ def test_a_change_is_said_in_a_sentence():
     change = compare(RECORD, measured(merge={"registers": 48}, gate={}), BOTH)[0]
     assert change.message == "nvrtc-12.9: merge on sm_80 has 48 registers, recorded 40"
     assert (change.recorded, change.found) == (40, 48)
+
+
+def test_other_options_of_the_compiler_are_red():
+    """The numbers may be the same, the arithmetic is not."""
+    found = replace(RECORD, options=("--fmad=true", "--use_fast_math"))
+    assert told(RECORD, found) == [("", "", "options", True)]
+    message = compare(RECORD, found, BOTH)[0].message
+    assert message == ("nvrtc-12.9: recorded with the options --fmad=false, found with --fmad=true --use_fast_math")
+
+
+def test_another_build_of_the_toolkit_is_told_and_not_red():
+    found = replace(RECORD, build="V12.9.99")
+    assert told(RECORD, found) == [("", "", "build", False)]
+    assert compare(RECORD, found, BOTH)[0].message == (
+        "nvrtc-12.9: recorded with the build V12.9.86, found with V12.9.99"
+    )
 
 
 def test_another_build_of_the_toolkit_is_named_with_a_change():
@@ -462,6 +479,61 @@ def test_check_is_red_without_a_record(monkeypatch, capsys, own_records):
     assert "no record at flash_next: run `kvproof records update`" in shown
 
 
+@pytest.mark.usefixtures("measured_already")
+def test_check_tells_the_records_that_it_did_not_check(monkeypatch, capsys, own_records, tmp_path):
+    write(replace(packaged()[toolkit().name], toolkit="nvcc-13.9"), own_records)
+    write(replace(packaged()[toolkit().name], toolkit="nvcc-13.8", geometry="tiny"), own_records)
+    code, shown = command(monkeypatch, capsys, "check", *ONE, "--json", str(tmp_path / "out.json"))
+    assert (code, "not checked here: nvcc-13.9 (no such toolkit) GREEN" in shown) == (0, True), shown
+    assert json.loads((tmp_path / "out.json").read_text())["not_checked"] == {"nvcc-13.9": "no such toolkit"}
+
+
+def test_a_toolkit_that_is_here_and_was_left_out_is_told(monkeypatch, own_records):
+    write(replace(packaged()[toolkit().name], toolkit="nvcc-13.9"), own_records)
+    monkeypatch.setattr(records_cli, "toolkits", lambda: [replace(toolkit(), kind="nvcc", version="13.9")])
+    assert records_cli.not_checked([toolkit().name], "flash_next") == {"nvcc-13.9": "left out by --toolkit"}
+    assert records_cli.not_checked([toolkit().name, "nvcc-13.9"], "flash_next") == {}
+
+
+def absent(error):
+    def find():
+        raise error
+
+    return find
+
+
+@pytest.mark.parametrize("words", [("check",), ("update",), ("show",)], ids=" ".join)
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        (("find_nvrtc", "find_tools"), "need NVRTC and cuobjdump with nvdisasm beside it, which"),
+        (("find_nvrtc",), "need NVRTC, which"),
+        (("find_tools",), "need cuobjdump with nvdisasm beside it, which"),
+    ],
+    ids=["both", "nvrtc", "tools"],
+)
+def test_everything_that_is_missing_is_told_at_once(monkeypatch, capsys, words, gone, named):
+    monkeypatch.delenv("KVPROOF_NVRTC", raising=False)
+    for name in gone:
+        error = NvrtcError("no") if name == "find_nvrtc" else CubinError("no")
+        monkeypatch.setattr(records_cli, name, absent(error))
+    code, shown = command(monkeypatch, capsys, *words)
+    assert (code, named in shown, "run `pip install -e '.[test]'`" in shown) == (2, True, True), shown
+
+
+def test_an_nvrtc_that_was_chosen_and_is_no_file_is_told(monkeypatch, capsys):
+    monkeypatch.setenv("KVPROOF_NVRTC", "/no/such/file")
+    code, shown = command(monkeypatch, capsys, "check")
+    assert (code, "$KVPROOF_NVRTC is '/no/such/file', which is no file" in shown) == (2, True), shown
+
+
+@pytest.mark.usefixtures("measured_already")
+def test_check_is_red_where_the_compiler_had_other_options(monkeypatch, capsys, own_records):
+    write(replace(packaged()[toolkit().name], options=("--use_fast_math",)), own_records)
+    code, shown = command(monkeypatch, capsys, "check", *ONE)
+    assert (code, "recorded with the options --use_fast_math, found with --fmad=false" in shown) == (1, True), shown
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -482,9 +554,26 @@ def test_show_prints_occupancy_and_what_is_proved(monkeypatch, capsys):
     mine = [proof for (_, sm), proof in all_proofs().items() if sm == "sm_90"]
     monkeypatch.setattr(records_cli, "prove", lambda *given: mine)
     code, shown = command(monkeypatch, capsys, "show", *ONE)
-    assert (code, "GREEN: every claim holds, 10 times" in shown) == (0, True), shown
+    assert (code, "GREEN: every claim of this table holds, 10 times; not in it, and left to tests/" in shown) == (
+        0,
+        True,
+    ), shown
+    assert "GREEN: prep, pool, scores, chunks, chunks_ahead look up each row once" in shown
     assert re.search(r"fn_attn_chunks_ahead │ 48064 │ 96 28%", shown), shown
     assert re.search(r"fn_attn_merge │ 52 │ 29 │ 0 │ 0 │ 0 │ 0 │ 0 │ 0 │ 0 │ 0", shown), shown
+
+
+@pytest.mark.usefixtures("measured_already")
+def test_show_is_red_where_a_tile_is_looked_up_twice(monkeypatch, capsys):
+    mine = [proof for (_, sm), proof in all_proofs().items() if sm == "sm_90"]
+    monkeypatch.setattr(records_cli, "prove", lambda *given: mine)
+    planted = KernelSources().edit("chunks.cu", "weigh_tile(s, tile);", "weigh_tile(s, tile);\n    look_up(tile);")
+    monkeypatch.setattr(records_cli, "lookups", lambda *given, **named: lookups(*given, **named, sources=planted))
+    code, shown = command(monkeypatch, capsys, "show", *ONE)
+    assert code == 1
+    assert re.search(
+        r"chunks_ahead looks up the page table ([\d,]+) times, [\d,]+ are due; they differ at page 0", shown
+    )
 
 
 @pytest.mark.slow

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kvproof.oracle import strategies as kv
-from kvproof.oracle.attention import AttentionCase
-from kvproof.oracle.contract import check_example
+from kvproof.oracle.attention import DTYPES, AttentionCase
+from kvproof.oracle.attention_controls import is_effective, planted_key, planted_value
+from kvproof.oracle.cases import StreamCase
+from kvproof.oracle.contract import Example, check_example
 from kvproof.oracle.report import Report
 from kvproof.oracle.variants import host_variants
+from kvproof.reference.geometry import Geometry
 from numpy_kernel import attend
 
 CASE = AttentionCase(lengths=(9, 5), query_lengths=(1, 1), seeds=(1, 2), order=(3, 1, 0, 4, 2), tail=1)
@@ -75,16 +79,55 @@ def test_controls_are_planted_rows_and_wrong_tables():
 
 WIDE = kv.Arithmetic(unit=2.0**-24, probability=1e30)
 
+DROWNED = AttentionCase(query_heads=2, kv_heads=1, page_size=1, lengths=(5,), order=(0, 1, 2, 3, 4), profile="huge")
+"""One key takes all the weight, no page is partly filled and none is foreign: what is planted elsewhere is drowned."""
+
+
+def controls_seen(case, controls):
+    """Whether a right kernel's result leaves the bound, by each control."""
+    bound = case.bound(kv.FP32)
+    with np.errstate(all="ignore"):
+        return [bool((bound.fraction(attend(*c.arguments.values())) > 1).any()) for c in controls]
+
 
 @settings(max_examples=60)
 @given(data=st.data(), case=kv.attention_cases(most_streams=2, most_length=30))
 def test_every_drawn_control_changes_a_right_kernels_result(data, case):
-    if len(case.order) < 2:
-        return
     control = data.draw(kv.controls(case), label="control")
-    with np.errstate(all="ignore"):
-        changed = attend(*control.arguments.values())
-    assert (case.bound(kv.FP32).fraction(changed) > 1).any()
+    assert controls_seen(case, [control]) == [True]
+
+
+def test_a_key_with_all_the_weight_drowns_no_control():
+    found = {c.name: c for c in drawn(kv.controls(DROWNED), 60)}
+    assert found.keys() == {
+        "a planted row of keys",
+        "a planted row of values",
+        "a page table of stream 0 that names one page twice",
+    }
+    assert all(controls_seen(DROWNED, found.values()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("profile", kv.PROFILES)
+def test_a_planted_row_is_effective_in_every_case(profile, dtype):
+    """However peaked the weights are: from one page of one position on, over every fill, of narrow and wide heads."""
+    for fill, length, page_size, head_dim in itertools.product(kv.FILLS, (1, 2, 5, 40), (1, 7), (1, 8)):
+        pages = -(-length // page_size)
+        case = AttentionCase(
+            query_heads=2, kv_heads=1, head_dim=head_dim, page_size=page_size, lengths=(length,),
+            order=tuple(range(pages)), fill=fill, profile=profile, dtype=dtype, seeds=(length,),
+        )  # fmt: skip
+        makers = [planted_value, planted_key] if length > 1 and head_dim > 1 else [planted_value]
+        controls = [make(case) for make in makers]
+        bound = case.bound(kv.FP32)
+        assert all(is_effective(case, control, bound, kv.FP32) for control in controls), case
+        assert all(controls_seen(case, controls)), case
+
+
+def test_no_wrong_table_is_drawn_where_none_can_show():
+    one_page = AttentionCase(lengths=(3,))
+    assert kv.swapped_tables(one_page).is_empty
+    assert not kv.planted_rows(one_page).is_empty
 
 
 @settings(max_examples=60)
@@ -107,7 +150,7 @@ def test_a_neighbour_that_shows_is_found():
 
 
 def test_drawn_geometries_are_valid():
-    found = drawn(kv.geometries(), 100)
+    found = drawn(kv.geometries(), 400)
     assert {g.block for g in found} > {1, 3, 5}
 
 
@@ -121,6 +164,22 @@ def test_our_kernels_hold_the_contract_at_drawn_geometries(data):
         report = Report()
         check_example(data.draw(kv.cases(geometries=(geometry,)), label="example"), variants, report)
         assert report.green, report.failures
+
+
+NARROW = Geometry(
+    name="narrow", query_heads=1, kv_heads=1, head_dim=8, index_heads=1, index_dim=8, block=1, top_blocks=2,
+    rotary_half=1, mrope_sections=(1, 0, 0), layers=2,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [282, 191], ids=["one-gate-open-over-a-large-element", "all-gates-shut"])
+def test_one_narrow_head_of_huge_data_has_a_control_of_its_gate(seed):
+    stream = StreamCase(cached=0, rows=1, profile="huge")
+    report = kv.check(
+        host_variants(seed=0), Example(geometry=NARROW, streams=(stream,), page_size=1, order=(0, 1), seed=seed)
+    )
+    assert report.green
 
 
 def test_partial_kernels_can_be_judged_too():
