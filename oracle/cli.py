@@ -22,6 +22,7 @@ from ..fast.sources import FAMILIES
 from ..reference.geometry import PRESETS, Geometry
 from .accuracy_report import PEER, accuracy_json, measure, print_accuracy
 from .bench import ROUNDS, Timing, bench
+from .bench_serve import bench_serve, print_serve
 from .cases import PAGE_SIZES, QUICK, at_check, cases
 from .contract import Plan, check
 from .cubin import CubinError
@@ -47,6 +48,7 @@ from .records_cli import records_app
 from .reference_judge import print_reference_mutants, run_reference_mutants
 from .reference_mutants import reference_mutants, reference_texts
 from .report import GATES, Report, write_json
+from .serve_cli import serve_check_command
 from .terminal import Json, choose, console, errors, geometry_named, progress, require_writable
 from .variants import TIMEOUT_S, Variant, host_variants
 
@@ -246,20 +248,37 @@ def bench_command(
     accuracy: Annotated[
         bool, typer.Option("--accuracy", help="How tight the bounds are, instead of times: a minute, in a checkout.")
     ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="What streams cost beside the kernels, in time and memory, instead.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """Time rows side by side at Flash Next geometry: contiguous, paged, NumPy, and PyTorch or Triton if there."""
     if rounds is not None and (rounds < 1 or accuracy):
         allowed = "left out with --accuracy, which times nothing" if accuracy else "at least 1"
         raise ValueError(f"--rounds is {rounds}; it must be {allowed}")
+    if accuracy and serve:
+        raise ValueError("--accuracy and --serve are given; give one of them")
     require_writable(json_file)
     if accuracy:
         raise typer.Exit(0 if _accuracy(json_file) else 1)
+    if serve:
+        _bench_serve(rounds or ROUNDS, json_file)
+        return
     with progress(None, "bench") as advance:
         timings, absent = bench(rounds=rounds or ROUNDS, progress=advance)
     _print_timings(timings, absent)
     if json_file is not None:
         write_json(json_file, {"format": "kvproof bench", "timings": [asdict(t) for t in timings], "absent": absent})
+
+
+def _bench_serve(rounds: int, json_file: Path | None) -> None:
+    with progress(None, "bench") as advance:
+        costs, sizes = bench_serve(rounds, advance)
+    print_serve(console, costs, sizes)
+    if json_file is not None:
+        found = {"append": [asdict(cost) for cost in costs], "memory": [asdict(size) for size in sizes]}
+        write_json(json_file, {"format": "kvproof bench serve", **found})
 
 
 def _accuracy(json_file: Path | None) -> bool:
@@ -283,13 +302,11 @@ def faults_command(
     _require_jobs(seed, jobs)
     require_writable(json_file)
     started = time.monotonic()
-    planted = [fault for fault in faults if fault.planted]
-    waiting = [fault for fault in faults if not fault.planted]
-    with progress(len(planted), "faults") as advance:
-        found = hunt(planted, seed=seed, jobs=jobs, progress=lambda one: advance(f"{one.fault.id} {one.fault.title}"))
-    green = print_matrix(console, found, waiting, time.monotonic() - started)
+    with progress(len(faults), "faults") as advance:
+        found = hunt(faults, seed=seed, jobs=jobs, progress=lambda one: advance(f"{one.fault.id} {one.fault.title}"))
+    green = print_matrix(console, found, time.monotonic() - started)
     if json_file is not None:
-        write_json(json_file, matrix_json(found, waiting, seed))
+        write_json(json_file, matrix_json(found, seed))
     raise typer.Exit(0 if green else 1)
 
 
@@ -324,6 +341,7 @@ def mutants_command(
 
 
 app.command("gpu-check")(gpu_check_command)
+app.command("serve-check")(serve_check_command)
 
 
 def _require_jobs(seed: int, jobs: int) -> None:
