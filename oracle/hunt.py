@@ -39,7 +39,7 @@ EXAMPLES = 24
 TIMEOUT_S = 20.0
 """CPU seconds that a launch of a planted kernel may take."""
 
-LOAD_OPERATIONS, LOAD_STREAMS = 150, 12
+LOAD_OPERATIONS, LOAD_STREAMS = 300, 12
 """Of a load of streams."""
 
 PROCESS_S = 120.0

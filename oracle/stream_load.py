@@ -10,6 +10,12 @@ import numpy as np
 from ..fast import MOST_DRAFTS, Engine
 from .stream_world import ROPES, Draft, Pair, Saved, StreamWorld
 
+KINDS = {"arrive": 0.18, "round": 0.54, "forget": 0.05, "reserve": 0.03, "save": 0.05, "restore": 0.08, "end": 0.07}
+"""Operations, and how often each is tried."""
+
+CHECK_EVERY = 100
+"""Operations on queues, where work is let pile up, between two checks of everything."""
+
 MOST_ROWS = 24
 QUEUES = 2
 
@@ -34,6 +40,8 @@ def run_load(
     saved: list[Saved] = []
     for number in range(operations):
         _operate(world, rng, streams, saved)
+        if number % CHECK_EVERY == CHECK_EVERY - 1:
+            world.check()
         if progress is not None:
             progress(number + 1)
     world.check()
@@ -41,11 +49,13 @@ def run_load(
 
 
 def _operate(world: StreamWorld, rng: np.random.Generator, streams: int, saved: list[Saved]) -> None:
-    kind = rng.choice(["arrive", "round", "save", "restore", "end"], p=[0.2, 0.6, 0.05, 0.08, 0.07])
+    kind = rng.choice(list(KINDS), p=list(KINDS.values()))
     full = len(world.live) >= streams
-    queue = int(rng.integers(QUEUES))
+    queue, after = (int(number) for number in rng.integers(QUEUES, size=2))
     if kind == "arrive" and not full:
-        world.arrive(int(rng.integers(len(world.pools))), str(rng.choice(sorted(ROPES))), int(rng.integers(1000)))
+        world.arrive(
+            int(rng.integers(len(world.pools))), str(rng.choice(sorted(ROPES))), int(rng.integers(1000)), queue=queue
+        )
     elif kind == "restore" and saved and not full:
         world.restore(saved[int(rng.integers(len(saved)))], int(rng.integers(len(world.pools))), queue=queue)
     elif kind == "save" and world.live:
@@ -53,6 +63,14 @@ def _operate(world: StreamWorld, rng: np.random.Generator, streams: int, saved: 
         if pair.rows:
             positions = int(rng.integers(1, len(pair.rows) + 1))
             saved[:] = [*saved[-7:], world.save(pair, positions, queue=queue)]
+    elif kind == "forget" and world.live:
+        pair = _any(world, rng)
+        if pair.rows:
+            world.forget(pair, int(rng.integers(1, len(pair.rows) + 1)), queue=queue)
+    elif kind == "reserve" and world.live:
+        pair = _any(world, rng)
+        room = pair.stream.pool.context - len(pair.rows)
+        world.reserve(pair, len(pair.rows) + int(rng.integers(0, room + 1)), queue=queue)
     elif kind == "end" and world.live:
         world.end(_any(world, rng), queue=queue)
     elif world.live:
@@ -61,7 +79,7 @@ def _operate(world: StreamWorld, rng: np.random.Generator, streams: int, saved: 
         drafts = [(pair, draft) for i in chosen if (draft := _draft(pair := world.live[i], rng)) is not None]
         if drafts:
             pool = drafts[0][0].stream.pool
-            world.round([(pair, draft) for pair, draft in drafts if pair.stream.pool is pool], queue=queue)
+            world.round([(pair, draft) for pair, draft in drafts if pair.stream.pool is pool], queue=queue, after=after)
 
 
 def _any(world: StreamWorld, rng: np.random.Generator) -> Pair:

@@ -51,7 +51,7 @@ class StreamMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Every stream once more, then its pages back: none is lost."""
-        if hasattr(self, "world"):
+        if hasattr(self, "world") and self.world.sound:
             self.world.check()
             for pair in list(self.world.live):
                 self.world.end(pair)
@@ -59,14 +59,14 @@ class StreamMachine(RuleBasedStateMachine):
         self._folder.cleanup()
 
     @precondition(lambda self: len(self.world.live) < MOST_STREAMS)
-    @rule(pool=_which, rope=st.sampled_from(sorted(ROPES)), seed=st.integers(0, 40))
-    def arrive(self, pool: int, rope: str, seed: int) -> None:
+    @rule(pool=_which, rope=st.sampled_from(sorted(ROPES)), seed=st.integers(0, 40), queue=_queue)
+    def arrive(self, pool: int, rope: str, seed: int, queue: int) -> None:
         """A new stream, in any pool."""
-        self.world.arrive(pool % len(self.world.pools), rope, seed)
+        self.world.arrive(pool % len(self.world.pools), rope, seed, queue=queue)
 
     @precondition(lambda self: self.world.live)
-    @rule(data=st.data(), count=st.integers(1, 3), queue=_queue)
-    def step(self, data: st.DataObject, count: int, queue: int) -> None:
+    @rule(data=st.data(), count=st.integers(1, 3), queue=_queue, after=_queue)
+    def step(self, data: st.DataObject, count: int, queue: int, after: int) -> None:
         """A round: prompts of some beside drafts of others."""
         drafts: list[tuple[Pair, Draft]] = []
         chosen = self._some(data, count)
@@ -75,7 +75,22 @@ class StreamMachine(RuleBasedStateMachine):
             if room and pair.stream.pool is chosen[0].stream.pool:
                 drafts.append((pair, self._draft(data, room)))
         if drafts:
-            self.world.round(drafts, queue=queue)
+            self.world.round(drafts, queue=queue, after=after)
+
+    @precondition(lambda self: self.world.live)
+    @rule(which=_which, share=st.integers(1, 100), queue=_queue)
+    def forget(self, which: int, share: int, queue: int) -> None:
+        """Roll a stream back by some of its rows, perhaps all."""
+        pair = self._pair(which)
+        if pair.rows:
+            self.world.forget(pair, max(1, len(pair.rows) * share // 100), queue=queue)
+
+    @precondition(lambda self: self.world.live)
+    @rule(which=_which, positions=st.integers(1, MOST_ROWS), queue=_queue)
+    def reserve(self, which: int, positions: int, queue: int) -> None:
+        """Take pages ahead for some more positions."""
+        pair = self._pair(which)
+        self.world.reserve(pair, min(self.context, len(pair.rows) + positions), queue=queue)
 
     @precondition(lambda self: self.world.live)
     @rule(which=_which, share=st.integers(1, 100), queue=_queue)

@@ -1,10 +1,8 @@
 """Streams over page pools, each beside a solo one that must agree with it to the bit.
 
-A solo stream is contiguous, alone in its pool, and never sees a refuted draft, another stream or a saved state: it is
-appended the kept rows and nothing else. `StreamWorld` does what a server does, one operation a call, and checks after
-each; `stream_machine` lets Hypothesis choose the operations, `oracle.stream_load` a generator of random numbers.
-
-A row's projection is told by its conversation, layer, position and version: a refuted draft is another version.
+`StreamWorld` does what a server does, one operation a call, and checks after each; on queues, where that would make
+everything wait, checks are made later. `stream_machine` lets Hypothesis choose the operations, `stream_load` random
+numbers. A solo (`stream_solo`) never sees a refuted draft, another stream or a saved state.
 """
 
 from __future__ import annotations
@@ -19,21 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import fast
-from ..fast import Engine, PagePool, PoolExhaustedError, Round, Stream
-from ..reference.geometry import TEXT, TINY, Geometry, Rope, Weights
-from ..reference.layout import BF16, PARTS
+from ..fast import Engine, PagePool, PoolExhaustedError, Round, Settled, Stream
+from ..reference.geometry import TEXT, TINY, Geometry, Rope
+from ..reference.layout import PARTS
 from .audit import audit, guarded_pool
-from .cases import weights_of
 from .compare import Site, compare_bits
+from .stream_solo import Model, Row, Solo
 
 Gate: TypeAlias = Literal["bits", "memory", "validation"]
 """What sees a fault: bits that differ from a solo's, the account of pages and rows, or what an operation says."""
 
 WORLD = replace(TINY, name="tiny, 3 layers", layers=3)
 """Two main layers and a draft head's."""
-
-BANK = 509
-"""Projection rows that all rows are taken from; a prime."""
 
 ROPES: dict[str, Rope] = {
     "text": TEXT,
@@ -59,30 +54,22 @@ class StreamFaultError(AssertionError):
         super().__init__(message)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One row of a conversation: which text it belongs to, and which version of the position it is."""
-
-    seed: int
-    version: int
-
-
 @dataclass(eq=False)
 class Pair:
     """A stream, and its solo.
 
     Attributes:
         rows: the kept row of each position, the same on every layer.
-        solo_rows: of them, those that the solo has.
+        edits: how often it was rolled back behind its text, which then goes on with other rows.
     """
 
     number: int
     stream: Stream
-    solo: Stream
+    solo: Solo
     rope: str
     seed: int
     rows: list[Row] = field(default_factory=list)
-    solo_rows: int = 0
+    edits: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,13 +96,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class _Due:
-    """What a round gave for positions pos0 to end - 1 of a stream, layer by layer; not yet judged."""
+    """What a round gave for a stream's rows from pos0 on, layer by layer and each on its queue; not yet judged."""
 
     pair: Pair
     pos0: int
-    end: int
-    queue: int
-    outputs: list[Any]
+    rows: tuple[Row, ...]
+    outputs: list[tuple[int, Any]]
 
 
 class StreamWorld:
@@ -127,6 +113,10 @@ class StreamWorld:
         page_sizes: one pool each; None is contiguous.
         streams, context: of each pool; see `PagePool`.
         folder: where states are written to files; in memory only when None.
+
+    Attributes:
+        sound: False once an operation has failed: what follows from it is no news.
+        done: what was done, in numbers.
     """
 
     def __init__(
@@ -141,13 +131,11 @@ class StreamWorld:
         seed: int = 0,
         folder: Path | None = None,
     ) -> None:
-        rng = np.random.default_rng(seed)
+        self.model = Model(geometry, seed)
         self.geometry = geometry
         self.folder = folder
         self.main = tuple(range(geometry.layers - 1))
         self.head = geometry.layers - 1
-        self.weights: list[Weights] = [weights_of(geometry, rng) for _ in range(geometry.layers)]
-        self.bank = rng.standard_normal((BANK, geometry.projection_width), dtype=np.float32).astype(BF16)
         self.engine = engine
         self.pools = [
             guarded_pool(geometry, streams=streams, context=context, page_size=n, engine=engine) for n in page_sizes
@@ -156,19 +144,25 @@ class StreamWorld:
         self._queues = hasattr(engine.backend, "queue")
         self._due: list[_Due] = []
         self.live: list[Pair] = []
-        self.done = {"rows": 0, "drafts": 0, "restored": 0, "exhausted": 0}
+        self.sound = True
+        self.done = {"rows": 0, "drafts": 0, "forgotten": 0, "restored": 0, "exhausted": 0}
         self._count = 0
 
     # ---- operations ----
 
-    def arrive(self, pool: int, rope: str, seed: int) -> Pair:
+    def arrive(self, pool: int, rope: str, seed: int, *, queue: int = 0) -> Pair:
         """A stream that holds nothing."""
-        pair = self._pair(Stream(self.pools[pool], self.weights, rope=ROPES[rope]), rope, seed)
+        with self._operation(queue):
+            pair = self._pair(Stream(self.pools[pool], self.model.weights, rope=ROPES[rope]), rope, seed)
         self.live.append(pair)
         return pair
 
-    def round(self, drafts: Sequence[tuple[Pair, Draft]], *, queue: int = 0) -> bool:
+    def round(self, drafts: Sequence[tuple[Pair, Draft]], *, queue: int = 0, after: int = 0) -> bool:
         """A round of several streams: a window each, its refuted drafts rolled back, then the head's rows.
+
+        Args:
+            queue: of the windows.
+            after: queue of what follows them.
 
         Returns:
             False where the pages did not suffice, and nothing changed.
@@ -176,56 +170,83 @@ class StreamWorld:
         before = self._state()
         pairs = [pair for pair, _ in drafts]
         windows = [self._window(pair, draft) for pair, draft in drafts]
-        with self._on(queue):
+        with self._operation(queue):
             try:
                 gated = self._attend(pairs, windows, self.main)
             except PoolExhaustedError:
                 self._unchanged(before)
                 return False
-            for (pair, draft), rows, outputs in zip(drafts, windows, gated, strict=True):
-                head = self._settle(pair, draft, rows)
-                self._due.append(_Due(pair, len(pair.rows) - draft.kept, len(pair.rows), queue, [*outputs, head]))
-        self.done["rows"] += sum(draft.kept for _, draft in drafts)
-        self.done["drafts"] += sum(draft.refuted for _, draft in drafts)
-        self._soon(pairs)
+            with self._on(after):
+                heads = [self._settle(pair, draft, rows) for (pair, draft), rows in zip(drafts, windows, strict=True)]
+            for (pair, draft), outputs, head in zip(drafts, gated, heads, strict=True):
+                given = [*((queue, output) for output in outputs), (after, head)]
+                self._due.append(_Due(pair, len(pair.rows) - draft.kept, tuple(pair.rows), given))
+            self.done["rows"] += sum(draft.kept for _, draft in drafts)
+            self.done["drafts"] += sum(draft.refuted for _, draft in drafts)
+            self._soon(pairs)
+        return True
+
+    def forget(self, pair: Pair, rows: int, *, queue: int = 0) -> None:
+        """Roll a stream's last rows back on every layer, as an edited text does; it goes on with others."""
+        with self._operation(queue):
+            self._roll_back(pair, len(pair.rows) - rows, rows, range(self.geometry.layers))
+            del pair.rows[len(pair.rows) - rows :]
+            pair.edits += 1
+            self.done["forgotten"] += rows
+            self._soon([pair])
+
+    def reserve(self, pair: Pair, positions: int, *, queue: int = 0) -> bool:
+        """Take pages ahead; False where they do not suffice, and nothing changed."""
+        before = self._state()
+        with self._operation(queue):
+            try:
+                pair.stream.reserve(positions)
+            except PoolExhaustedError:
+                self._unchanged(before)
+                return False
+            self._soon([pair])
         return True
 
     def save(self, pair: Pair, positions: int, *, queue: int = 0) -> Saved:
         """Save a stream's first positions; the stream goes on."""
-        with self._on(queue):
+        with self._operation(queue):
             prompt = fast.save(pair.stream, positions)
-        if self.folder is not None:
-            path = self.folder / "state.safetensors"
-            fast.write_prompt(prompt, path)
-            prompt = fast.read_prompt(path)
+            if self.folder is not None:
+                path = self.folder / "state.safetensors"
+                fast.write_prompt(prompt, path)
+                prompt = fast.read_prompt(path)
         return Saved(prompt, tuple(pair.rows[:positions]), pair.rope, pair.seed)
 
     def restore(self, saved: Saved, pool: int, *, queue: int = 0) -> Pair | None:
         """A stream from a saved state, in any pool; None where the pages do not suffice, and nothing changed."""
         before = self._state()
-        try:
-            with self._on(queue):
-                stream = fast.restore(self.pools[pool], saved.prompt, self.weights)
-        except PoolExhaustedError:
-            self._unchanged(before)
-            return None
-        pair = self._pair(stream, saved.rope, saved.seed)
-        pair.rows = list(saved.rows)
-        fast.append([(pair.solo, self._projections(pair.rows, 0))])
-        pair.solo_rows = len(pair.rows)
-        self.live.append(pair)
-        self.done["restored"] += len(pair.rows)
-        self._soon([pair])
+        with self._operation(queue):
+            try:
+                stream = fast.restore(self.pools[pool], saved.prompt, self.model.weights)
+            except PoolExhaustedError:
+                self._unchanged(before)
+                return None
+            pair = self._pair(stream, saved.rope, saved.seed)
+            pair.rows = list(saved.rows)
+            self.live.append(pair)
+            self.done["restored"] += len(pair.rows)
+            self._soon([pair])
         return pair
 
     def end(self, pair: Pair, *, queue: int = 0) -> None:
         """Close a stream; its pages are poisoned, and are somebody else's next."""
         self.live.remove(pair)
-        with self._on(queue):
+        with self._operation(queue):
             pair.stream.close()
-        self._judge([due for due in self._due if due.pair is pair])
-        self._due = [due for due in self._due if due.pair is not pair]
-        pair.solo.close()
+            self._soon([])
+
+    @contextlib.contextmanager
+    def _operation(self, queue: int) -> Iterator[None]:
+        """One operation on a queue; the world is sound behind it only if it raises nothing."""
+        self.sound = False
+        with self._on(queue):
+            yield
+        self.sound = True
 
     # ---- checks ----
 
@@ -238,6 +259,7 @@ class StreamWorld:
             found = audit(pool, [pair.stream for pair in self.live if pair.stream.pool is pool])
             if found:
                 raise StreamFaultError("memory", f"pool {number}: {found[0]} ({len(found)} findings)")
+            self._count_pages(number, pool)
         for pair in self.live:
             if pair.stream.untidy:
                 raise StreamFaultError("memory", f"{pair.stream} has rows or pages to be tidied, though nothing failed")
@@ -249,25 +271,33 @@ class StreamWorld:
         if not self._queues:
             self.check(pairs)
 
+    def _count_pages(self, number: int, pool: PagePool) -> None:
+        """The pool's statistics against a count of its streams' pages."""
+        streams = [pair.stream for pair in self.live if pair.stream.pool is pool]
+        used, positions = (sum(counts) for counts in ([len(s.pages) for s in streams], [s.length for s in streams]))
+        told = pool.statistics()
+        wanted = (pool.layout.pages, pool.layout.pages - used, used, 0, positions)
+        if (told.pages, told.free, told.used, told.draining, told.positions) != wanted or told.high_water < used:
+            raise StreamFaultError("memory", f"pool {number} says {told}; its streams hold {used} pages")
+
     def _judge(self, dues: Sequence[_Due]) -> None:
         """Kept rows of each layer against the solo's, which is appended them now."""
         for due in dues:
-            want = fast.append([(due.pair.solo, self._projections(due.pair.rows[: due.end], due.pos0))])[0]
-            due.pair.solo_rows = due.end
+            wanted = due.pair.solo.outputs(due.rows, due.pos0)
             site = Site(stream=due.pair.number, pos0=due.pos0, cache=None)
-            for layer, outputs in enumerate(due.outputs):
-                with self._on(due.queue):
-                    got = self.engine.download(outputs)[: due.end - due.pos0]
-                difference = compare_bits(
-                    f"layer {layer} gated", got, want[layer].gated, ("row", "head", "element"), site
-                )
+            for layer, ((queue, outputs), want) in enumerate(zip(due.outputs, wanted, strict=True)):
+                with self._on(queue):
+                    got = self.engine.download(outputs)[: len(want)]
+                difference = compare_bits(f"layer {layer} gated", got, want, ("row", "head", "element"), site)
                 if difference is not None:
-                    raise StreamFaultError("bits", f"{due.pair.stream}, rows {due.pos0} to {due.end - 1}: {difference}")
+                    where = f"{due.pair.stream}, rows {due.pos0} to {len(due.rows) - 1}"
+                    raise StreamFaultError("bits", f"{where}: {difference}")
 
     def _same_cache(self, pair: Pair) -> None:
         lengths = (len(pair.rows),) * self.geometry.layers
         if pair.stream.lengths != lengths:
             raise StreamFaultError("memory", f"{pair.stream} holds {pair.stream.lengths} positions, not {lengths}")
+        pair.solo.hold(pair.rows)
         for layer in range(self.geometry.layers) if pair.rows else ():
             got, want = pair.stream.cache(layer), pair.solo.cache(layer)
             for part in PARTS:
@@ -294,7 +324,7 @@ class StreamWorld:
     def _window(self, pair: Pair, draft: Draft) -> list[Row]:
         """Rows that stay, then refuted ones, which no text has."""
         end = len(pair.rows)
-        kept = [Row(pair.seed, 0) for _ in range(draft.kept)]
+        kept = [Row(pair.seed, 8 + pair.edits) for _ in range(draft.kept)]
         return kept + [Row(pair.seed, 1 + (end + i) % 7) for i in range(draft.refuted)]
 
     def _attend(self, pairs: Sequence[Pair], windows: Sequence[list[Row]], layers: Sequence[int]) -> list[list[Any]]:
@@ -305,7 +335,8 @@ class StreamWorld:
         with Round(rounds, layers=layers) as step:
             for layer in layers:
                 given = [
-                    self._given(self._projection(rows, pos0, layer)) for rows, pos0 in zip(windows, starts, strict=True)
+                    self._given(self.model.projection(rows, pos0, layer))
+                    for rows, pos0 in zip(windows, starts, strict=True)
                 ]
                 results.append([result.gated for result in step.attend(layer, given)])
         return [[layer[i] for layer in results] for i in range(len(pairs))]
@@ -316,12 +347,12 @@ class StreamWorld:
 
     def _settle(self, pair: Pair, draft: Draft, window: list[Row]) -> Any:
         """Roll refuted drafts back, let the head run ahead and back, and give it the kept rows."""
-        if draft.kept <= fast.MOST_DRAFTS + 1 and draft.refuted:
-            drafts = [row.version for row in window[1:]]
-            greedy = [*drafts[: draft.kept - 1], -1, *drafts[draft.kept :], -1][: len(window)]
-            fast.settle(pair.stream, drafts, greedy, layers=self.main)
-        elif draft.refuted:
-            self._roll_back(pair, len(pair.rows) + draft.kept, draft.refuted, self.main)
+        tokens = list(range(1, len(window)))  # of the drafts; the model says another behind the last that stands
+        greedy = [*tokens[: draft.kept - 1], 0, *tokens[draft.kept :], 0][: len(window)]
+        settled = fast.settle(pair.stream, tokens, greedy, layers=self.main)
+        wanted = Settled(accepted=draft.kept - 1, tokens=tuple(greedy[: draft.kept]), removed=draft.refuted)
+        if settled != wanted:
+            raise StreamFaultError("validation", f"{pair.stream} settled as {settled}, not as {wanted}")
         pos0 = len(pair.rows)
         pair.rows += window[: draft.kept]
         if draft.speculative:
@@ -338,19 +369,10 @@ class StreamWorld:
                 "validation", f"{pair.stream} was to forget {rows} positions on layers {layers}; it says {removed}"
             )
 
-    def _projections(self, rows: Sequence[Row], pos0: int) -> list[npt.NDArray[Any]]:
-        """Every layer's projection of the rows from pos0 on."""
-        return [self._projection(rows[pos0:], pos0, layer) for layer in range(self.geometry.layers)]
-
-    def _projection(self, rows: Sequence[Row], pos0: int, layer: int) -> npt.NDArray[Any]:
-        at = [(row.seed * 131 + (pos0 + i) * 37 + layer * 11 + row.version * 197) % BANK for i, row in enumerate(rows)]
-        projection: npt.NDArray[Any] = self.bank[at]
-        return projection
-
     def _pair(self, stream: Stream, rope: str, seed: int) -> Pair:
         self._count += 1
-        alone = PagePool(self.geometry, streams=1, context=stream.pool.context, engine=self._solo_engine)
-        return Pair(self._count, stream, Stream(alone, self.weights, rope=ROPES[rope]), rope, seed)
+        solo = Solo(self.model, rope=ROPES[rope], context=stream.pool.context, engine=self._solo_engine)
+        return Pair(self._count, stream, solo, rope, seed)
 
     @contextlib.contextmanager
     def _on(self, queue: int) -> Iterator[None]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from kvproof.fast import Engine, PagePool, Stream
+from kvproof import fast
+from kvproof.fast import Engine, HostBackend, PagePool, Stream, StreamError
+from kvproof.fast.backend import PassedFence
 from kvproof.oracle import stream_faults
 from kvproof.oracle.delayed import DelayedBackend, DelayedEngine
+from kvproof.oracle.faults import chosen
 from kvproof.oracle.stream_load import run_load
 from kvproof.oracle.stream_machine import stream_machine
 from kvproof.oracle.stream_world import Draft, StreamFaultError, StreamWorld
@@ -25,15 +29,38 @@ def in_turns():
     return DelayedEngine(DelayedBackend(policy="turns"))
 
 
+def kernels_with(fault):
+    """Engines whose kernels have an entry of the catalogue planted."""
+    sources = chosen([fault])[0].sources()
+    return lambda: Engine(HostBackend(flags=("-O1",)), sources=sources)
+
+
+def gates(*names):
+    """What is raised where one of these gates sees a fault."""
+    return lambda error: isinstance(error, StreamFaultError) and error.gate in names
+
+
+def refused(error):
+    """The page table names a page twice, or none: the check of arguments sees it before a kernel runs."""
+    return isinstance(error, ValueError) and "page table entr" in str(error)
+
+
+def said(error):
+    """The stream's own word against what was asked of it."""
+    return isinstance(error, StreamError) or gates("validation")(error)
+
+
 FAULTS = {
-    "F04": (stream_faults.pooled_rows_stay_valid, Engine),
-    "F06": (stream_faults.restore_clears_every_stream, Engine),
-    "F07": (stream_faults.pooled_rows_not_saved, Engine),
-    "F22": (stream_faults.pages_for_committed_rows_only, Engine),
-    "F23": (stream_faults.table_rewritten_before_its_copy, DelayedEngine),
-    "F25": (stream_faults.scratch_kept_by_shape, in_turns),
-    "F26": (stream_faults.copy_that_nothing_orders, DelayedEngine),
-    "F28": (stream_faults.rollback_returns_early, Engine),
+    "F01": (nullcontext, kernels_with("F01"), gates("bits")),
+    "F03": (nullcontext, kernels_with("F03"), gates("bits", "memory")),
+    "F04": (stream_faults.pooled_rows_stay_valid, Engine, gates("bits")),
+    "F06": (stream_faults.restore_clears_every_stream, Engine, gates("bits")),
+    "F07": (stream_faults.pooled_rows_not_saved, Engine, gates("bits")),
+    "F22": (stream_faults.pages_for_committed_rows_only, Engine, refused),
+    "F23": (stream_faults.table_rewritten_before_its_copy, DelayedEngine, gates("bits", "memory")),
+    "F25": (stream_faults.scratch_kept_by_shape, in_turns, gates("bits")),
+    "F26": (stream_faults.copy_that_nothing_orders, DelayedEngine, gates("bits")),
+    "F28": (stream_faults.rollback_returns_early, Engine, said),
 }
 
 
@@ -43,18 +70,73 @@ def test_streams_have_their_solos_bits(engine):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_load_finds_a_planted_fault(fault):
+    plant, engine, seen = FAULTS[fault]
+    with plant(), pytest.raises((StreamFaultError, StreamError, ValueError)) as error:
+        run_load(engine(), operations=400, streams=12)
+    assert seen(error.value), error.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_the_machine_finds_a_planted_fault(fault):
-    plant, engine = FAULTS[fault]
-    with plant(), pytest.raises((StreamFaultError, ValueError, RuntimeError)):
+    plant, engine, seen = FAULTS[fault]
+    with plant(), pytest.raises((StreamFaultError, StreamError, ValueError)) as error:
         run_state_machine_as_test(stream_machine(engine), settings=FIND)
+    assert seen(error.value), error.value
+
+
+def test_the_machine_finds_one_of_them_now():
+    plant, engine, seen = FAULTS["F06"]
+    with plant(), pytest.raises(StreamFaultError) as error:
+        run_state_machine_as_test(stream_machine(engine), settings=FIND)
+    assert seen(error.value), error.value
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_plant_is_gone_behind_its_block(fault):
-    plant, engine = FAULTS[fault]
+    plant, _, _ = FAULTS[fault]
     with plant():
         pass
-    assert run_load(engine(), operations=25, streams=6).done["rows"]
+    assert run_load(DelayedEngine(), operations=30, streams=6).done["rows"]
+
+
+def left_out(owner, name):
+    """A step that does nothing."""
+    return mock.patch.object(owner, name, return_value=None)
+
+
+def without(name, step):
+    """A stream's step that leaves another out."""
+    whole = getattr(Stream, name)
+
+    def planted(stream, *args, **options):
+        with left_out(Stream, step):
+            return whole(stream, *args, **options)
+
+    return mock.patch.object(Stream, name, planted)
+
+
+NONSENSE = fast.Settled(accepted=0, tokens=(), removed=0)
+LEFT_OUT = {
+    "no order between queues": lambda: left_out(Stream, "order"),
+    "no order in tidy": lambda: without("tidy", "order"),
+    "no order in grow": lambda: without("grow", "order"),
+    "no fence of freed pages": lambda: mock.patch.object(DelayedBackend, "fence", return_value=PassedFence()),
+    "no zero-fill": lambda: left_out(DelayedBackend, "zero"),
+    "settle says anything": lambda: mock.patch.object(fast, "settle", return_value=NONSENSE),
+}
+
+
+def loads_on_queues():
+    for engine in (DelayedEngine, in_turns):
+        run_load(engine(), operations=600, streams=24)
+
+
+@pytest.mark.parametrize("what", LEFT_OUT, ids=str)
+def test_a_step_that_is_left_out_is_seen(what):
+    with LEFT_OUT[what](), pytest.raises((StreamFaultError, StreamError)):
+        loads_on_queues()
 
 
 def test_a_neighbours_byte_that_changes_is_seen():
