@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 
 from ..fast import MOST_DRAFTS, Engine
+from .delayed import DelayedEngine
 from .stream_world import ROPES, Draft, Pair, Saved, StreamWorld
 
 KINDS = {"arrive": 0.18, "round": 0.54, "forget": 0.05, "reserve": 0.03, "save": 0.05, "restore": 0.08, "end": 0.07}
 """Operations, and how often each is tried."""
 
-CHECK_EVERY = 100
-"""Operations on queues, where work is let pile up, between two checks of everything."""
+CHECK_EVERY = 20
+"""Operations of a large load, or of one on queues, between two checks of everything."""
+
+SMALL = 16
+"""Streams of a load that is checked after every operation."""
 
 MOST_ROWS = 24
 QUEUES = 2
@@ -36,12 +40,19 @@ def run_load(
     """
     rng = np.random.default_rng(seed)
     room = max(1, streams // 6)
-    world = StreamWorld(engine, page_sizes=(8, 20), streams=room, context=96, seed=seed, folder=folder)
+    often = streams <= SMALL and not isinstance(engine, DelayedEngine)
+    world = StreamWorld(
+        engine,
+        page_sizes=(8, 20),
+        streams=room,
+        context=96,
+        seed=seed,
+        folder=folder,
+        check_every=1 if often else CHECK_EVERY,
+    )
     saved: list[Saved] = []
     for number in range(operations):
         _operate(world, rng, streams, saved)
-        if number % CHECK_EVERY == CHECK_EVERY - 1:
-            world.check()
         if progress is not None:
             progress(number + 1)
     world.check()

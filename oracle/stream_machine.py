@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ..fast import MOST_DRAFTS, Engine, default_engine
+from .delayed import DelayedEngine
 from .stream_world import ROPES, Draft, Pair, Saved, StreamWorld
 
 MOST_STREAMS = 6
@@ -40,13 +41,15 @@ class StreamMachine(RuleBasedStateMachine):
     @initialize(sizes=st.lists(st.sampled_from([None, 4, 8, 12, 20]), min_size=1, max_size=2), seed=st.integers(0, 7))
     def start(self, sizes: list[int | None], seed: int) -> None:
         """One or two pools, of which one has 2 streams' room."""
+        engine = self.engine()
         self.world = StreamWorld(
-            self.engine(),
+            engine,
             page_sizes=sizes,
             streams=2,
             context=self.context,
             seed=seed,
             folder=Path(self._folder.name),
+            check_every=None if isinstance(engine, DelayedEngine) else 1,
         )
 
     def teardown(self) -> None:

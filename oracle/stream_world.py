@@ -1,7 +1,7 @@
 """Streams over page pools, each beside a solo one that must agree with it to the bit.
 
-`StreamWorld` does what a server does, one operation a call, and checks after each; on queues, where that would make
-everything wait, checks are made later. `stream_machine` lets Hypothesis choose the operations, `stream_load` random
+`StreamWorld` does what a server does, one operation a call, and checks after each, or later: a check makes all queues
+wait. `stream_machine` lets Hypothesis choose the operations, `stream_load` random
 numbers. A solo (`stream_solo`) never sees a refuted draft, another stream or a saved state.
 """
 
@@ -113,6 +113,8 @@ class StreamWorld:
         page_sizes: one pool each; None is contiguous.
         streams, context: of each pool; see `PagePool`.
         folder: where states are written to files; in memory only when None.
+        check_every: operations from one check to the next; None leaves checks to the caller. Every check makes all
+            queues wait, so it is none where work is to pile up.
 
     Attributes:
         sound: False once an operation has failed: what follows from it is no news.
@@ -130,6 +132,7 @@ class StreamWorld:
         context: int = 72,
         seed: int = 0,
         folder: Path | None = None,
+        check_every: int | None = 1,
     ) -> None:
         self.model = Model(geometry, seed)
         self.geometry = geometry
@@ -142,6 +145,8 @@ class StreamWorld:
         ]
         self._solo_engine = solo or fast.default_engine()
         self._queues = hasattr(engine.backend, "queue")
+        self._check_every = check_every
+        self._unchecked = 0
         self._due: list[_Due] = []
         self.live: list[Pair] = []
         self.sound = True
@@ -252,6 +257,7 @@ class StreamWorld:
 
     def check(self, pairs: Sequence[Pair] | None = None) -> None:
         """What rounds gave, the account of pages and guards, and the caches of these streams (all when None)."""
+        self._unchecked = 0
         self._judge(self._due)
         self._due = []
         self._synchronize()
@@ -267,9 +273,12 @@ class StreamWorld:
             self._same_cache(pair)
 
     def _soon(self, pairs: Sequence[Pair]) -> None:
-        """Check at once where work is done at once; on queues, let it pile up."""
-        if not self._queues:
+        """Check these streams, or all after several operations, if it is time."""
+        self._unchecked += 1
+        if self._check_every == 1:
             self.check(pairs)
+        elif self._check_every is not None and self._unchecked >= self._check_every:
+            self.check()
 
     def _count_pages(self, number: int, pool: PagePool) -> None:
         """The pool's statistics against a count of its streams' pages."""
