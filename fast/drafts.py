@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .stream import Stream, StreamError
+from .page_sizes import as_integer
+from .stream import Stream
+from .stream_rules import StreamError
 
 MOST_DRAFTS = 3
 """Drafts of one window, in the family's server."""
@@ -60,6 +62,7 @@ def settle(
         layers: that ran the window; all when None.
 
     Raises:
+        TypeError: a token is no integer; nothing was changed.
         ValueError: the lengths do not fit; nothing was changed.
         StreamError: the stream is closed or in a round, a layer does not exist or is named twice, or it holds another
             number of positions than the others or less than the window, so that the rollback could not be the same on
@@ -67,6 +70,8 @@ def settle(
         LaunchError: the backend failed, when the rest was rolled back already: do not settle the window again.
     """
     stream.require_idle()
+    drafts = [as_integer(f"draft {i}", token) for i, token in enumerate(drafts)]
+    greedy = [as_integer(f"the token after row {i}", token) for i, token in enumerate(greedy)]
     stands = accepted(drafts, greedy)
     chosen = stream.require_layers(layers)
     lengths = {layer: stream.lengths[layer] for layer in chosen}
@@ -80,4 +85,4 @@ def settle(
     removed = stream.roll_back(end - refuted, layers=chosen) if refuted else (0,) * len(chosen)
     if set(removed) != {refuted}:
         raise StreamError(f"{stream} should have lost {refuted} positions on each of {chosen}, but lost {removed}")
-    return Settled(accepted=stands, tokens=tuple(int(token) for token in greedy[: stands + 1]), removed=refuted)
+    return Settled(accepted=stands, tokens=tuple(greedy[: stands + 1]), removed=refuted)

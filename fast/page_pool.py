@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +22,8 @@ from .backend import Fence
 from .capture import CaptureError, active_capture
 from .engine import Engine, default_engine
 from .page_sizes import arena_layout, as_count, as_integer, page_test_size
+from .page_statistics import PoolStatistics as PoolStatistics
+from .stream_work import Keep
 
 
 class PageError(RuntimeError):
@@ -54,33 +55,13 @@ class Owner(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolStatistics:
-    """A pool's pages at one moment.
-
-    Attributes:
-        pages: all of them; each is free or used.
-        free, used: pages.
-        draining: free pages whose last work has not ended; what takes them runs behind it.
-        high_water: the most that were ever used at once.
-        positions: that the used pages hold rows of.
-        fragmentation: share of the used pages' positions that hold no row, 0 where none is used.
-    """
-
-    pages: int
-    free: int
-    used: int
-    draining: int
-    high_water: int
-    positions: int
-    fragmentation: float
-
-
 class PagePool:
     """One arena, in the backend's memory, and who holds which of its pages.
 
     Pages are handed out lowest number first (highest in the page test), whatever the order in which they came back, so
     that tables do not depend on timing. A page is zero-filled after it is taken, behind the work that last used it.
+
+    The pool must outlive the work on its pages: an arena that is dropped earlier is the allocator's to hand on.
 
     Args:
         geometry: of the caches.
@@ -94,6 +75,7 @@ class PagePool:
     Attributes:
         layout: of the arena.
         page_test: whether $KVPROOF_PAGE_TEST chose the page size.
+        kept: what streams that are gone have left to be read by work that has not ended.
 
     Raises:
         TypeError: a size is no integer, or the arena no array of the engine's memory.
@@ -119,9 +101,11 @@ class PagePool:
         self.arena = self.engine.empty((self.layout.elements,), BF16) if arena is None else arena
         require_array("arena", self.arena, BF16, (self.layout.elements,), self.engine.place)
         self._holders: list[Owner | None] = [None] * self.layout.pages
-        self._fences: list[Fence | None] = [None] * self.layout.pages
+        # An allocator may hand on memory that work on the current queue has still to leave.
+        self._fences: list[Fence | None] = [self.engine.backend.fence()] * self.layout.pages
         self._sign = -1 if self.page_test else 1
         self._free = sorted(self._sign * page for page in range(self.layout.pages))  # a heap
+        self.kept = Keep()
         self._high_water = 0
         self._numbered = 0
         self._lock = threading.RLock()
@@ -143,10 +127,14 @@ class PagePool:
     def take(self, owner: Owner, count: int = 1) -> tuple[int, ...]:
         """Take pages, and zero-fill them behind the work that last used them.
 
+        Should the backend fail while they are zeroed, and then in fencing that too, those that it may be writing stay
+        the owner's (`pages_of`), to be given back once it works again.
+
         Raises:
             PoolExhaustedError: there are fewer.
             PageError: the free list is damaged.
             CaptureError: a step is being captured, which would zero the pages at every replay.
+            LaunchError: the backend has failed.
         """
         if active_capture() is not None:
             raise CaptureError("pages are taken inside a capture; reserve them before it (Stream.reserve)")
@@ -179,9 +167,9 @@ class PagePool:
 
         Raises:
             PageError: a page is not of this arena, is free already, is another owner's, or is named twice.
-            TypeError: a page is no integer.
+            TypeError: a page is no integer, or there is no collection of them.
         """
-        given = tuple(as_integer("page", page) for page in pages)
+        given = self.as_pages(pages)
         with self._lock:
             self.require_held(owner, given)
             fence = self.engine.backend.fence() if given else None
@@ -272,19 +260,32 @@ class PagePool:
         return pages
 
     def _return_taken(self, pages: tuple[int, ...], touched: list[int]) -> None:
-        """Give back what could not be zeroed; whoever takes it next runs behind the zeros that are on their way."""
-        try:
-            fence = self.engine.backend.fence() if touched else None
+        """Give back what could not be zeroed; whoever takes it next runs behind the zeros that are on their way.
+
+        Where the backend cannot even fence these, the pages stay their owner's, as nothing tells when they end.
+        """
+        with self._lock:
+            self._push(tuple(page for page in pages if page not in touched))
+        fence = self.engine.backend.fence() if touched else None
+        with self._lock:
             for page in touched:
                 self._fences[page] = fence
-        finally:
-            with self._lock:
-                self._push(pages)
+            self._push(tuple(touched))
 
     def _push(self, pages: tuple[int, ...]) -> None:
         for page in pages:
             self._holders[page] = None
             heapq.heappush(self._free, self._sign * page)
+
+    def as_pages(self, pages: Iterable[int]) -> tuple[int, ...]:
+        """Page numbers as Python's own.
+
+        Raises:
+            TypeError: one is no integer, or there is no collection of them.
+        """
+        if not isinstance(pages, Iterable):
+            raise TypeError(f"pages is {pages!r}; it must be a collection of page numbers, for example [{pages!r}]")
+        return tuple(as_integer("page", page) for page in pages)
 
     def require_held(self, owner: Owner, pages: Iterable[int]) -> None:
         """Raise PageError unless an owner holds these pages, each named once."""

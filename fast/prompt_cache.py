@@ -23,14 +23,15 @@ from ..reference.layout import BF16, PARTS, Layout
 from .engine import Engine
 from .page_pool import PagePool
 from .prompt_rows import SavedLayer, read_rows, rows_shape, write_rows
-from .stream import Stream, StreamError, require_no_capture, require_weights
+from .stream import Stream
+from .stream_rules import StreamError, require_no_capture, require_weights
 
 
 class PromptError(RuntimeError):
     """A saved prompt cannot be used here; the message says why, and nothing was changed."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SavedPrompt:
     """The first positions of a stream, contiguous and on the host.
 
@@ -66,6 +67,12 @@ class SavedPrompt:
             for part in PARTS:
                 shape = rows_shape(layout, part, self.positions)
                 require_array(f"layer {i} of the saved prompt: {part}", layer.part(part), BF16, shape)
+
+    def __repr__(self) -> str:
+        return (
+            f"SavedPrompt(geometry {self.geometry.name!r}, {self.positions} positions, rope {self.rope.mode!r}, "
+            f"{self.nbytes:,} bytes, weights {self.weights_digest[:16]})"
+        )
 
     @property
     def nbytes(self) -> int:

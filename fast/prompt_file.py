@@ -44,7 +44,8 @@ def write_prompt(saved: SavedPrompt, path: str | os.PathLike[str]) -> None:
     reads and anyone may delete.
 
     Raises:
-        PromptFileError: the folder or the disk refuses; an older file there is whole.
+        PromptFileError: the folder or the disk refuses. The message tells which file stands there then: the older one,
+            if there was one, or the new one, where only the folder's sync failed. Either is whole.
     """
     path = Path(path).resolve()
     facts = facts_of(saved)
@@ -57,6 +58,13 @@ def write_prompt(saved: SavedPrompt, path: str | os.PathLike[str]) -> None:
         raise PromptFileError(
             f"{path} could not be written: {error.strerror or error}; an older file there is whole: make room, or give "
             "another path"
+        ) from error
+    try:
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise PromptFileError(
+            f"{path} is written and whole, and an older file there is replaced, but its folder could not be synced "
+            f"({error.strerror or error}): a power cut may undo it; write it again"
         ) from error
 
 
@@ -171,7 +179,6 @@ def _replace(path: Path, pieces: list[memoryview]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name)
         raise
-    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -133,7 +133,7 @@ def facts_in(path: Path, metadata: Any) -> tuple[Facts, str]:
         return _facts_from(given), str(given["checksum"])
     except KeyError as error:
         raise refusal(path, f"its metadata lack {error}", AGAIN) from None
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise refusal(path, f"its metadata are no prompt's: {error}", AGAIN) from None
 
 
@@ -144,8 +144,10 @@ def _facts_from(given: dict[str, Any]) -> Facts:
     mode, numbers = rope["mode"], (int(given["positions"]), rope["delta"], rope["media_length"])
     if mode not in get_args(Mode):
         raise ValueError(f"rope mode is {mode!r}; it must be one of {', '.join(get_args(Mode))}")
-    if not all(isinstance(n, int) for n in numbers) or numbers[0] < 1 or numbers[2] < 0:
+    if not all(type(n) is int for n in numbers) or numbers[0] < 1 or numbers[2] < 0:
         raise ValueError(f"positions, rope delta and media_length are {numbers}; they must be integers in range")
+    if numbers[2] and mode != "media":
+        raise ValueError(f"rope mode {mode!r} takes no triples, but media_length is {numbers[2]}")
     return Facts(
         geometry=geometry,
         positions=numbers[0],

@@ -16,7 +16,7 @@ from .page_runs import part_rows, runs
 from .stream import Stream
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SavedLayer:
     """One layer of a saved prompt, NumPy bf16.
 
@@ -30,6 +30,9 @@ class SavedLayer:
     values: Bf16Array
     index_keys: Bf16Array
     pooled: Bf16Array
+
+    def __repr__(self) -> str:
+        return f"SavedLayer({len(self.keys)} positions, {len(self.pooled)} pooled rows)"
 
     def part(self, part: Part) -> Bf16Array:
         """The rows of a part."""

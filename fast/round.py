@@ -10,15 +10,17 @@ go to one queue of the device; the next may go to another.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
 
 from ..reference.arrays import shape_of
 from ..reference.results import Bf16Array, Window, require_window
+from .capture import CaptureError, active_capture
 from .page_sizes import as_integer
-from .stream import Stream, StreamError, require_no_capture
+from .stream import Stream
+from .stream_pages import tidy_after_error
+from .stream_rules import StreamError, require_no_capture
 from .window import window
 
 
@@ -77,7 +79,7 @@ class Round:
                 stream.order()
                 stream.grow(pos0 + rows)
         except BaseException:
-            _tidy(reserved)
+            tidy_after_error(reserved)
             raise
         for stream in self.streams:
             stream.busy = True
@@ -93,8 +95,14 @@ class Round:
         Raises:
             StreamError: the layer is not of this step, or has been run.
             ValueError: there is not one projection for each stream, or one does not fit; no kernel has run.
+            CaptureError: a step is being captured; the round would count rows that nobody has written.
             LaunchError: a kernel failed.
         """
+        if active_capture() is not None:
+            raise CaptureError(
+                "a round runs a layer inside a capture, where no kernel runs, so that it would count rows that nobody "
+                "has written; capture `fast.window` over Stream.cache, and replay it in a Stream.work block"
+            )
         if self._state != "entered":
             raise StreamError("this round is not entered, or is over; use it in a `with` block")
         layer = as_integer("layer", layer)
@@ -127,16 +135,16 @@ class Round:
         for stream in self.streams:
             stream.busy = False
         if kind is not None:
-            _tidy(self.streams)
+            tidy_after_error(self.streams)
             return
         if self._left:
-            _tidy(self.streams)
+            tidy_after_error(self.streams)
             raise StreamError(f"layers {self._left} of the round were not run; its windows are taken back")
         try:
             for stream in self.streams:
                 stream.mark()
         except BaseException:
-            _tidy(self.streams)
+            tidy_after_error(self.streams)
             raise
         for stream, pos0, rows in zip(self.streams, self.positions, self.rows, strict=True):
             stream.advance(self.layers, pos0 + rows)
@@ -191,10 +199,3 @@ def _first_position(stream: Stream, layers: Sequence[int]) -> int:
             "a round of their own, or roll back"
         )
     return lengths[layers[0]]
-
-
-def _tidy(streams: Sequence[Stream]) -> None:
-    """Take windows back while an error is on its way: what cannot be tidied now is at the stream's next step."""
-    for stream in streams:
-        with contextlib.suppress(Exception):
-            stream.tidy()

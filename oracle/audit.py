@@ -22,6 +22,8 @@ from ..fast.engine import default_engine
 from ..fast.page_pool import Owner
 from ..fast.page_runs import part_rows
 from ..fast.page_sizes import arena_layout
+from ..fast.page_table import NO_PAGE
+from ..reference.arrays import describe
 from ..reference.geometry import Geometry
 from ..reference.layout import BF16, PARTS, Layout, Part
 from .memory import GUARD, GUARD_BYTES
@@ -56,7 +58,7 @@ class GuardedPool(PagePool):
 
     def give_back(self, owner: Owner, pages: Iterable[int]) -> None:
         """Poison pages, and give them back; see `PagePool.give_back`."""
-        given = tuple(pages)
+        given = self.as_pages(pages)
         self.require_held(owner, given)
         saved = self._poison(given)
         try:
@@ -129,9 +131,10 @@ def audit(pool: PagePool, streams: Sequence[Stream]) -> list[str]:
     """What is wrong with a pool whose streams these are; [] where all is well. It waits for all work.
 
     Each page is free, once, or held, once, by one of the streams, whose `pages` name it once; a table's entries are the
-    stream's pages; lengths fit them, and there are no more than lengths and reservations need; rows past a layer's
-    length are zero bytes; guards are intact, and free pages poisoned. What a failure has left to be tidied is allowed
-    while the stream says so (`Stream.written`, `Stream.unfinished`).
+    stream's pages, and behind them, where the host may look, no page; a contiguous stream's caches are its page;
+    lengths fit the pages, and there are no more than lengths and reservations need; rows past a layer's length are zero
+    bytes; guards are intact, and free pages poisoned. What a failure has left to be tidied is allowed while the stream
+    says so (`Stream.written`, `Stream.unfinished`).
     """
     wait = getattr(pool.engine.backend, "synchronize", None)
     if wait is not None:
@@ -182,6 +185,7 @@ def _own_pages(pool: PagePool, stream: Stream) -> Iterator[str]:
 def _table(stream: Stream) -> Iterator[str]:
     table = stream.table
     if table is None:
+        yield from _contiguous(stream)
         return
     entries = stream.pool.engine.download(table)
     for logical, page in enumerate(stream.pages):
@@ -189,6 +193,30 @@ def _table(stream: Stream) -> Iterator[str]:
             yield f"{stream}, logical page {logical}: its table has {len(entries)} entries"
         elif entries[logical] != page:
             yield f"{stream}, logical page {logical}: its table says page {entries[logical]}, its pages page {page}"
+    if not stream.pool.engine.place.may_read or stream.unfinished:
+        return
+    for logical, entry in enumerate(entries[len(stream.pages) :].tolist(), len(stream.pages)):
+        if entry != NO_PAGE:
+            yield f"{stream}, logical page {logical}: its table says page {entry}, but it holds no such logical page"
+
+
+def _contiguous(stream: Stream) -> Iterator[str]:
+    """A contiguous stream's caches are its page; it has none without one."""
+    if stream.caches and not stream.pages and not stream.unfinished:
+        yield f"{stream} holds no page, but has caches"
+    if not stream.caches and stream.pages:
+        yield f"{stream} holds page {stream.pages[0]}, but has no caches"
+    if not stream.caches or not stream.pages or not 0 <= stream.pages[0] < stream.pool.layout.pages:
+        return
+    page = _address(stream.pool.page(stream.pages[0]))
+    for layer, cache in enumerate(stream.caches):
+        if _address(cache.buffer) != page:
+            yield f"{stream}, layer {layer}: its cache does not lie on its page {stream.pages[0]}"
+
+
+def _address(array: Any) -> int | None:
+    facts = describe(array)
+    return None if facts is None else facts.address
 
 
 def _sizes(pool: PagePool, stream: Stream) -> Iterator[str]:

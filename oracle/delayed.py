@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..fast import Engine, HostBackend, KernelSources
-from ..fast.backend import Argument, Dim3, Launch, Module, Parameter, Source
+from ..fast.backend import Argument, Dim3, Launch, Module, Parameter, Pointer, Source
 from ..fast.host_backend import LaunchList
 from ..reference.arrays import Place
+from .recycled import RecycledMemory, by_address, is_lent
 
 Policy: TypeAlias = Literal["late", "turns"]
 """What else runs while one queue is waited for: nothing that it does not need, or one task of each queue in turn."""
@@ -80,19 +81,25 @@ class DelayedModule(Module):
     ) -> Launch:
         """Check and pack a launch; see `Module.bind`."""
         launch = self._module.bind(entry, grid=grid, block=block, args=args, shared=shared)
-        return functools.partial(self._backend.submit, functools.partial(_run_holding, launch, tuple(args)))
+        held = tuple(argument for argument in args if not _is_lent(argument))
+        return functools.partial(self._backend.submit, functools.partial(_run_holding, launch, held))
 
 
-def _run_holding(launch: Launch, args: tuple[Argument, ...]) -> None:
-    """Run a launch; the arguments' arrays live until then."""
+def _run_holding(launch: Launch, held: tuple[Argument, ...]) -> None:
+    """Run a launch; arrays that are not the backend's live until then."""
     launch()
+
+
+def _is_lent(argument: Argument) -> bool:
+    return isinstance(argument, Pointer) and is_lent(argument.array)
 
 
 class DelayedBackend:
     """A host backend that runs what it is given when something waits for it.
 
     `download` and `upload` wait for the current queue, as CuPy's do, `synchronize` for all. Any error of a kernel shows
-    there.
+    there. Memory is CuPy's too (`RecycledMemory`): tasks know arrays of `empty` and `upload` by their address, and who
+    lets go of one gives it to the next that asks on the same queue.
 
     Args:
         backend: what runs the kernels in the end; a fresh `HostBackend` when None.
@@ -115,6 +122,7 @@ class DelayedBackend:
         self.policy: Policy = policy
         self._queues = tuple(_Queue() for _ in range(queues))
         self._current = 0
+        self._memory = RecycledMemory()
 
     # ---- queues ----
 
@@ -184,24 +192,26 @@ class DelayedBackend:
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """A fresh array, holding anything."""
-        return self.host.empty(shape, dtype)
+        return self._memory.empty(self._current, shape, dtype)
 
     def fill(self, array: npt.NDArray[Any], value: float) -> None:
         """Set every element, in the current queue."""
-        self.submit(functools.partial(self.host.fill, array, value))
+        self.submit(functools.partial(self.host.fill, by_address(array), value))
 
     def zero(self, array: npt.NDArray[Any]) -> None:
         """Set every byte to 0, in the current queue."""
-        self.submit(functools.partial(self.host.zero, array))
+        self.submit(functools.partial(self.host.zero, by_address(array)))
 
     def write(self, array: npt.NDArray[Any], values: npt.NDArray[Any]) -> None:
         """Set every element, in the current queue; the values are copied now."""
-        self.submit(functools.partial(self.host.write, array, np.array(values)))
+        self.submit(functools.partial(self.host.write, by_address(array), np.array(values)))
 
     def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A copy, behind the current queue."""
         self._wait(self._current)
-        return self.host.upload(array)
+        copy = self.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
 
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A copy, behind the current queue."""

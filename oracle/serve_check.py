@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from .serve_controls import controls
 from .serve_ground import Ground
 from .serve_plan import Request, ServePlan
-from .serve_runs import LONG_RUNS, RUNS, Served, ServeFailure, fail
-from .serve_trace import Trace, compare_traces
+from .serve_runs import LONG_RUNS, RUNS
+from .serve_served import CONTROLS, Served, fail, run_all
+from .serve_trace import Trace, shortcomings
 
 CHECKS = {
     "drafted": "drafted == plain",
@@ -32,7 +31,6 @@ LONG_CHECKS = {
     "drafted": "paged and drafted == contiguous and plain",
     "resumed": "resumed == fresh",
 }
-CONTROLS = "controls"
 BASELINE = "baseline"
 
 
@@ -52,13 +50,16 @@ def needs_media(checks: Sequence[str]) -> bool:
     return "media" in checks
 
 
-def serve_plain(ground: Ground, requests: Sequence[Request]) -> dict[str, Trace]:
-    """The plain contiguous run of prompts."""
+def serve_plain(ground: Ground, requests: Sequence[Request], served: Served | None = None) -> dict[str, Trace]:
+    """The plain contiguous run of prompts; what it lacks by itself is noted in `served`."""
     wants = {}
     for request in requests:
         trace = ground.solo(request)[0]
         trace.places = []  # whose arenas are not needed any more
         wants[request.name] = trace
+        if served is not None:
+            for _, message in shortcomings(trace, request.end, ground.plan.geometry.layers):
+                fail(served, request.name, message, ground.replay)
     return wants
 
 
@@ -68,42 +69,20 @@ def run_unit(ground: Ground, check: str, run: str, replay: str) -> Served:
     ground.replay = replay
     served = Served(check=check, run=run)
     if run == CONTROLS:
-        served.controls = list(controls(ground, check))
+        _plant(ground, served)
     else:
-        runner = (LONG_RUNS if ground.plan.long else RUNS)[check][run]
-        try:
-            for request, trace in runner(ground, served):
-                _compare(ground, served, request, trace, replay)
-        except Exception as error:  # whatever it is, it is not what the plain run gave
-            fail(served, f"after {served.prompts} prompts", f"{type(error).__name__}: {error}", replay)
+        run_all(ground, served, (LONG_RUNS if ground.plan.long else RUNS)[check][run])
     served.seconds = time.monotonic() - started
     return served
 
 
-def _compare(ground: Ground, served: Served, request: Request, trace: Trace, replay: str) -> None:
-    found = compare_traces(trace, ground.wants[request.name])
-    served.prompts += 1
-    served.tokens += found.tokens
-    served.bytes += found.bytes
-    for message in found.differences:
-        fail(served, request.name, message, replay)
-
-
-def unseen(checks: Sequence[Served], replay: str) -> list[ServeFailure]:
-    """Checks that prove less than they claim: of three drafts, each of 0 to 3 must have stood in some round."""
-    found = []
-    for check in ("drafted", "media"):
-        runs = [one.accepted for one in checks if one.check == check and one.accepted]
-        if not runs:
-            continue
-        missing = [str(stands) for stands, count in enumerate(np.sum(runs, axis=0)) if not count]
-        if missing:
-            message = (
-                f"no round in which {' or '.join(missing)} of three drafts stood: the check is not effective; serve "
-                "more --tokens or --prompts"
-            )
-            found.append(ServeFailure(check=check, run="all", prompt="all", message=message, replay=replay))
-    return found
+def _plant(ground: Ground, served: Served) -> None:
+    try:
+        served.controls += controls(ground, served.check)
+    except Exception as error:  # what the faults need could not be made
+        fail(served, CONTROLS, f"{type(error).__name__}: {error}", ground.replay)
+    if not served.controls and not served.failures:
+        fail(served, CONTROLS, "no fault was planted", ground.replay)
 
 
 def as_json(plan: ServePlan, checks: Sequence[Served], facts: dict[str, Any], green: bool) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from ..fast import HostBackend, backend_for
 from ..fast.engine import BackendChoice
 from ..reference.geometry import PRESETS
 from .report import write_json
-from .serve_check import BASELINE, CHECKS, CONTROLS, as_json, check_names, unseen
+from .serve_check import BASELINE, CHECKS, as_json, check_names
 from .serve_plan import PROMPTS, TOKENS, ServePlan, at_serving
 from .serve_run import Setting, serve_all, steps
-from .serve_runs import Served, ServeFailure
+from .serve_served import CONTROLS, Served
 from .terminal import Json, choose, console, geometry_named, progress, require_writable
 
 BACKENDS = get_args(BackendChoice)
@@ -48,10 +48,9 @@ def serve_check_command(
     started = time.monotonic()
     with progress(steps(setting), "serve-check") as advance:
         found = serve_all(setting, advance)
-    lacking = unseen(found, setting.replay.format(check="drafted"))
-    green = not lacking and all(one.green for one in found)
+    green = all(one.green for one in found)
     seconds = time.monotonic() - started
-    _print(setting, found, lacking, green, seconds)
+    _print(setting, found, green, seconds)
     if json_file is not None:
         facts = {"backend": setting.backend, "jobs": setting.jobs, "seconds": seconds}
         write_json(json_file, as_json(setting.plan, found, facts, green))
@@ -86,15 +85,13 @@ def _setting(
     )
 
 
-def _print(
-    setting: Setting, found: Sequence[Served], lacking: Sequence[ServeFailure], green: bool, seconds: float
-) -> None:
+def _print(setting: Setting, found: Sequence[Served], green: bool, seconds: float) -> None:
     plan = setting.plan
     names = {BASELINE: "what all are held against", **check_names(plan)}
     table = Table(title=f"served alike: {plan.geometry.name}, {plan.geometry.layers} layers, seed {plan.seed}")
     for name in ("check", "run"):
         table.add_column(name)
-    for name in ("prompts", "tokens", "bytes", "drafts that stood: 0 1 2 3", "seconds", "verdict"):
+    for name in ("prompts", "generated", "bytes", "drafts that stood: 0 1 2 3", "seconds", "verdict"):
         table.add_column(name, justify="right")
     last = None
     for one in found:
@@ -103,51 +100,56 @@ def _print(
         last = one.check
     console.print(table)
     _print_controls(found)
-    for failure in [f for one in found for f in one.failures[:KEPT]] + list(lacking):
+    for failure in [f for one in found for f in one.failures[:KEPT]]:
         console.print(Text(f"{failure.check}, {failure.run}, {failure.prompt}: {failure.message}", style="red"))
         console.print(Text(f"  replay: {failure.replay}"))
-    _print_verdict(setting, found, lacking, green, seconds)
+    _print_verdict(setting, found, green, seconds)
 
 
 def _cells(one: Served) -> tuple[str, ...]:
     stood = " ".join(map(str, one.accepted))
     counts = ("", "", "") if one.run == CONTROLS else (str(one.prompts), f"{one.tokens:,}", f"{one.bytes:,}")
+    if one.check == BASELINE:
+        counts = (*counts[:2], "")
     return (*counts, stood, f"{one.seconds:.1f}")
 
 
 def _verdict(one: Served) -> Text:
     if one.run == CONTROLS:
-        seen = sum(control.seen is not None for control in one.controls)
-        return Text(f"{seen} of {len(one.controls)} seen", style="green" if one.green else "bold red")
+        seen = sum(control.green for control in one.controls)
+        failed = f", {len(one.failures)} failures" if one.failures else ""
+        return Text(f"{seen} of {len(one.controls)} seen{failed}", style="green" if one.green else "bold red")
     if one.failures:
-        return Text(f"{len(one.failures)} differ", style="bold red")
+        return Text(f"{len(one.failures)} failures", style="bold red")
     return Text("" if one.check == BASELINE else "equal", style="green")
 
 
 def _print_controls(found: Sequence[Served]) -> None:
     table = Table(title="controls: planted faults, and what saw them")
-    for name in ("check", "fault", "first seen in", "text too"):
+    for name in ("check", "fault", "must be seen in", "text too"):
         table.add_column(name)
     for one in found:
         for control in one.controls:
-            seen = Text(control.seen or "NOT SEEN", style="green" if control.seen else "bold red")
+            told = control.expected if control.green else f"{control.expected}: NOT SEEN"
+            seen = Text(told, style="green" if control.green else "bold red")
             table.add_row(one.check, control.fault, seen, "yes" if control.text else "")
     console.print(table)
     for one in found:
+        for control in one.controls:
+            if control.problem:
+                console.print(Text(f"{one.check}, {control.fault}: {control.problem}", style="red"))
         if one.detail:
             console.print(f"{one.check}, {one.run}: {one.detail}")
 
 
-def _print_verdict(
-    setting: Setting, found: Sequence[Served], lacking: Sequence[ServeFailure], green: bool, seconds: float
-) -> None:
+def _print_verdict(setting: Setting, found: Sequence[Served], green: bool, seconds: float) -> None:
     took = f"({seconds:.1f} s, {setting.jobs} processes)" if setting.jobs > 1 else f"({seconds:.1f} s)"
-    differences = sum(len(one.failures) for one in found) + len(lacking)
-    blind = sum(control.seen is None for one in found for control in one.controls)
+    differences = sum(len(one.failures) for one in found)
+    blind = sum(not control.green for one in found for control in one.controls)
     size = sum(one.bytes for one in found)
     verdict = (
         f"GREEN: {size:,} bytes of {len(setting.checks)} checks are as alone, plain and contiguous"
         if green
-        else f"RED: {differences} differences, {blind} planted faults not seen"
+        else f"RED: {differences} failures, {blind} planted faults not seen where they must be"
     )
     console.print(Text(f"{verdict} {took}", style="bold green" if green else "bold red"))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..reference.geometry import CHUNK, TEXT, TILE, Geometry, Rope
-from .cases import PAGE_SIZES
 from .serve_model import ServeModel
 
 PROMPTS = 8
@@ -43,6 +42,16 @@ class Request:
         """Positions that a pool must have room for."""
         return len(self.tokens) + self.limit
 
+    @property
+    def image(self) -> bool:
+        """Whether there is an image among its text."""
+        return self.rope.mode == "media"
+
+
+def shortened(request: Request, tokens: int) -> Request:
+    """The prompt with at most so many tokens to generate."""
+    return dataclasses.replace(request, limit=min(tokens, request.limit))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
@@ -53,6 +62,7 @@ class ServePlan:
         prompts: of text, and as many with images.
         tokens: that each generates.
         seed: of the weights, the tokens, the tables and the schedule.
+        edges: lengths on either side of which the text prompts stand in turns; those of the geometry when empty.
 
     Raises:
         ValueError: a number is out of its range.
@@ -62,7 +72,7 @@ class ServePlan:
     prompts: int = PROMPTS
     tokens: int = TOKENS
     seed: int = 0
-    page_sizes: tuple[int, ...] = field(default=PAGE_SIZES)
+    edges: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("prompts", 1), ("tokens", 2), ("seed", 0)):
@@ -136,7 +146,7 @@ def _lengths(plan: ServePlan) -> list[int]:
         return [LONG_PROMPT + i for i in range(plan.prompts)]
     geometry = plan.geometry
     sparse_from = geometry.budget + geometry.block - 1
-    edges = (
+    edges = plan.edges or (
         sparse_from,
         TILE,
         4 * CHUNK + geometry.budget,

@@ -20,7 +20,7 @@ from ..fast.engine import BackendChoice
 from .serve_check import BASELINE, needs_media, run_unit, serve_plain, units
 from .serve_ground import Ground
 from .serve_plan import ServePlan
-from .serve_runs import Served
+from .serve_served import Served
 from .serve_trace import Trace
 
 
@@ -55,12 +55,16 @@ def serve_all(setting: Setting, told: Told) -> list[Served]:
     """Run the checks; the first entry is the plain runs themselves, and the others are in the order of `units`."""
     ordered = units(setting.plan, setting.checks)
     found: dict[tuple[str, str], Served] = {}
-    baseline = Served(check=BASELINE, run="plain, contiguous, alone")
+    baseline = _baseline()
     wants: dict[str, Trace] = {}
     with tempfile.TemporaryDirectory() as folder, _pool(setting) as pool:
-        for traces, seconds in pool(_plain, [(name,) for name in _wanted(setting)]):
+        first = setting.replay.format(check=setting.checks[0])
+        for traces, plain in pool(_plain, [(name, first) for name in _wanted(setting)]):
             wants |= traces
-            baseline.seconds += seconds
+            baseline.prompts += len(traces)
+            baseline.tokens += plain.tokens
+            baseline.seconds += plain.seconds
+            baseline.failures += plain.failures
             told(f"plain {', '.join(traces)}")
         file = Path(folder) / "wants"
         file.write_bytes(pickle.dumps(wants) if setting.jobs > 1 else b"")
@@ -68,15 +72,13 @@ def serve_all(setting: Setting, told: Told) -> list[Served]:
         for served in pool(_unit, calls):
             found[served.check, served.run] = served
             told(f"{served.check}: {served.run}")
-    baseline.prompts = len(wants)
-    baseline.tokens = sum(len(trace.tokens) for trace in wants.values())
     return [baseline, *(found[unit] for unit in ordered)]
 
 
 def _wanted(setting: Setting) -> list[str]:
     """Names of the prompts whose plain runs are needed."""
     numbers = range(setting.plan.prompts)
-    text = [f"text {i}" for i in numbers if set(setting.checks) != {"media"}]
+    text = [f"text {i}" for i in numbers]
     media = [f"media {i}" for i in numbers if needs_media(setting.checks)]
     return text + media
 
@@ -126,14 +128,21 @@ def _here() -> Ground:
     return _ground
 
 
-def _plain(name: str) -> tuple[dict[str, Trace], float]:
-    """The plain run of one prompt, and its seconds."""
-    ground = _here()
+def _baseline() -> Served:
+    return Served(check=BASELINE, run="plain, contiguous, alone")
+
+
+def _plain(name: str, replay: str) -> tuple[dict[str, Trace], Served]:
+    """The plain run of one prompt, and what is told of it."""
+    ground, served = _here(), _baseline()
+    ground.replay = replay
     started = time.monotonic()
     requests = [request for request in ground.text + ground.media if request.name == name]
-    traces = serve_plain(ground, requests)
+    traces = serve_plain(ground, requests, served)
     ground.wants |= traces
-    return traces, time.monotonic() - started
+    served.tokens = sum(len(traces[request.name].tokens) - len(request.tokens) for request in requests)
+    served.seconds = time.monotonic() - started
+    return traces, served
 
 
 def _unit(check: str, run: str, replay: str, wants: str) -> Served:

@@ -31,6 +31,7 @@ class Trace:
         caches: per layer, each part's rows at the end, bf16 [rows, heads, width].
         stale: what was found behind the last row, in words.
         places: per layer, the cache at the end, for its layout and a copy of its table.
+        pages: of the stream at the end.
     """
 
     stream: int
@@ -40,12 +41,19 @@ class Trace:
     caches: list[dict[Part, Bf16Array]] = field(default_factory=list)
     stale: list[str] = field(default_factory=list)
     places: list[LayerCache] = field(default_factory=list)
+    pages: int = 0
 
     @property
     def end_of_outputs(self) -> int:
         """One past the last position that has an output row; 0 where none has."""
         runs = self.outputs[0] if self.outputs else []
         return self.first + sum(map(len, runs)) if runs else 0
+
+    @property
+    def scattered(self) -> bool:
+        """Whether its page table at the end is out of order, so that who does not read it goes wrong."""
+        table = self.places[0].table if self.places else None
+        return table is not None and not in_order(table[: self.pages])
 
     def add(self, layer: int, rows: Bf16Array) -> None:
         """Output rows of the next positions."""
@@ -65,6 +73,7 @@ class Trace:
     def end(self, stream: Stream) -> None:
         """Take the stream's cache down."""
         self.places = host_caches(stream)
+        self.pages = len(stream.pages)
         self._look_behind(stream, self.places)
         for length, cache in zip(stream.lengths, self.places, strict=True):
             rows = {part: cache.read(part, np.arange(part_rows(cache.layout, part, length))) for part in PARTS}
@@ -84,6 +93,11 @@ class Trace:
                     )
 
 
+def in_order(table: Sequence[int] | npt.NDArray[np.int32]) -> bool:
+    """Whether a page table never descends; one of a single page, whether it is the first."""
+    return not table[0] if len(table) == 1 else bool((np.diff(table) >= 0).all())
+
+
 def host_caches(stream: Stream) -> list[LayerCache]:
     """A stream's cache, layer by layer, with a copy of its table, on the host; the host's own arena is not copied."""
     engine, first = stream.pool.engine, stream.cache(0)
@@ -98,13 +112,12 @@ class Compared:
     """What a comparison of two traces found.
 
     Attributes:
-        tokens, bytes: compared.
+        bytes: compared.
         differences: in words, the first of each tensor; [] where all is equal.
         tensors: that differ.
         tokens_differ: whether the text does.
     """
 
-    tokens: int
     bytes: int
     differences: tuple[str, ...]
     tensors: tuple[str, ...]
@@ -115,10 +128,11 @@ class Compared:
         return "tokens" in self.tensors
 
 
-def compare_traces(got: Trace, want: Trace) -> Compared:
+def compare_traces(got: Trace, want: Trace, *, tokens: int) -> Compared:
     """Tokens, every layer's outputs from `got.first` on, and every layer's cache, bit for bit.
 
-    What was asked for fewer tokens is compared with the beginning of `want`.
+    Args:
+        tokens: of the prompt and to be generated. Where they are fewer than `want` has, its beginning is compared.
     """
     told: list[tuple[str, str]] = []
     size = 0
@@ -127,16 +141,30 @@ def compare_traces(got: Trace, want: Trace) -> Compared:
         found = _difference(name, ours, theirs, axes, site)
         if found is not None:
             told.append((name, str(found)))
-    rows = len(got.tokens) - 1
-    if got.outputs and got.end_of_outputs != rows:
-        told.append(("outputs", f"outputs end at position {got.end_of_outputs}; {rows} positions have been run"))
-    told += [("rows behind the last", words) for words in got.stale[:1]]
+    told += shortcomings(got, tokens, len(want.outputs))
     return Compared(
-        tokens=len(got.tokens),
         bytes=size,
         differences=tuple(words for _, words in told),
         tensors=tuple(name for name, _ in told),
     )
+
+
+def shortcomings(trace: Trace, tokens: int, layers: int) -> list[tuple[str, str]]:
+    """What a trace lacks, whatever it is compared with: the tensor, and words.
+
+    Args:
+        tokens: of the prompt and to be generated.
+        layers: that it must tell of.
+    """
+    told: list[tuple[str, str]] = []
+    if len(trace.tokens) != tokens:
+        told.append(("tokens", f"tokens: {len(trace.tokens)}, but the prompt and what it was to generate are {tokens}"))
+    rows = len(trace.tokens) - 1
+    if trace.end_of_outputs != rows:
+        told.append(("outputs", f"outputs end at position {trace.end_of_outputs}; {rows} positions have been run"))
+    if (len(trace.outputs), len(trace.caches)) != (layers, layers):
+        told.append(("layers", f"outputs of {len(trace.outputs)} and caches of {len(trace.caches)} layers of {layers}"))
+    return told + [("rows behind the last", words) for words in trace.stale[:1]]
 
 
 def _difference(

@@ -1,4 +1,4 @@
-"""A small server over streams of one pool: what `kvproof serve-check` and the state machine drive.
+"""A small server over streams of one pool: what `kvproof serve-check` drives.
 
     server = Server(model, streams=8, context=4096, page_size=16, draft="head")
     session = server.open(prompt, tokens=32)
@@ -46,6 +46,7 @@ class Server:
     Args:
         model: what is served.
         streams, context, page_size, engine: of the pool.
+        pool: what makes the pool, for example `audit.guarded_pool`.
         draft: "head" for the model's own draft head, a function in its place, or None to serve plainly.
         chunk: most rows of a prompt that one round reads; all when None.
         settle: another settlement of drafts, to plant a fault.
@@ -66,11 +67,12 @@ class Server:
         draft: Drafter = None,
         chunk: int | None = None,
         settle: Settle = settle,
+        pool: Callable[..., PagePool] = PagePool,
     ) -> None:
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it must be at least 1 row, or None for whole prompts")
         self.model = model
-        self.pool = PagePool(model.geometry, streams=streams, context=context, page_size=page_size, engine=engine)
+        self.pool = pool(model.geometry, streams=streams, context=context, page_size=page_size, engine=engine)
         self.draft = draft
         self.chunk = chunk
         self.sessions: list[Session] = []

@@ -121,7 +121,6 @@ NONSENSE = fast.Settled(accepted=0, tokens=(), removed=0)
 LEFT_OUT = {
     "no order between queues": lambda: left_out(Stream, "order"),
     "no order in tidy": lambda: without("tidy", "order"),
-    "no order in grow": lambda: without("grow", "order"),
     "no fence of freed pages": lambda: mock.patch.object(DelayedBackend, "fence", return_value=PassedFence()),
     "no zero-fill": lambda: left_out(DelayedBackend, "zero"),
     "settle says anything": lambda: mock.patch.object(fast, "settle", return_value=NONSENSE),

@@ -143,9 +143,33 @@ def test_a_table_that_says_something_else(pool, streams):
     assert audit(pool, streams) == ["stream 0, logical page 1: its table says page 4, its pages page 1"]
 
 
-def test_entries_behind_the_pages_may_hold_anything(pool, streams):
+def test_entries_behind_the_pages_name_no_page(pool, streams):
     streams[0].table[2] = 1
+    message = "stream 0, logical page 2: its table says page 1, but it holds no such logical page"
+    assert audit(pool, streams) == [message]
+    streams[0].unfinished = True
     assert audit(pool, streams) == []
+
+
+def test_contiguous_caches_lie_on_the_streams_page(engine):
+    pool = guarded_pool(TINY, streams=2, context=24, engine=engine)
+    one, other = (grown(pool, seed, 9)[0] for seed in (1, 2))
+    one._caches = other._caches
+    assert audit(pool, [one, other]) == [
+        f"stream 0, layer {layer}: its cache does not lie on its page 0" for layer in (0, 1)
+    ]
+    one._caches = ()
+    assert audit(pool, [one, other]) == ["stream 0 holds page 0, but has no caches"]
+
+
+def test_a_contiguous_stream_without_a_page_has_no_caches(engine):
+    pool = guarded_pool(TINY, streams=2, context=24, engine=engine)
+    stream, _ = grown(pool, 1, 9)
+    caches = stream.caches
+    stream.roll_back(0)
+    assert audit(pool, [stream]) == []
+    stream._caches = caches
+    assert audit(pool, [stream]) == ["stream 0 holds no page, but has caches"]
 
 
 def test_a_closed_stream_that_names_pages(pool, streams):

@@ -5,7 +5,10 @@ Each scene is a race between two queues. Without its fences it must go red, or i
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -13,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvproof import fast
 from kvproof.fast.backend import PassedFence
+from kvproof.fast.stream_work import Keep
 from kvproof.oracle.audit import audit, guarded_pool
 from kvproof.oracle.delayed import DelayedBackend, DelayedEngine
+from kvproof.oracle.recycled import RecycledMemory
 from kvproof.reference import TINY
+from kvproof.reference.layout import BF16
 from pools import PAGE, WEIGHTS, page_bits, rows_of
-from streams import bits, refused
+from streams import bits, make_rope, refused
 
 
 def delayed(**options):
@@ -50,6 +56,36 @@ def same(got, want):
 
 def array(*values):
     return np.array(values, np.int32)
+
+
+def test_memory_goes_to_the_next_of_its_queue_size_and_kind():
+    backend = DelayedBackend(HOST)
+    x = backend.empty((15,), np.int32)
+    address, view = x.ctypes.data, x[1:].reshape(2, 7).T
+    backend.write(x, np.full(15, 7, np.int32))
+    with backend.queue(1):
+        backend.write(x[:5], np.full(5, 8, np.int32))
+    del x
+    assert backend.empty(15, np.int32).ctypes.data != address  # a view is left
+    del view
+    with backend.queue(1):
+        assert backend.empty(15, np.int32).ctypes.data != address
+    for shape, dtype in ((600, np.int32), (15, np.float32), ((3, 5), np.int32)):
+        assert backend.empty(shape, dtype).ctypes.data != address
+    y = backend.upload(np.arange(20, dtype=np.int32))
+    assert (y.ctypes.data, list(y)) == (address, list(range(20)))
+    backend.synchronize()
+    assert list(y[:6]) == [8] * 5 + [5]
+
+
+def test_memory_of_any_type():
+    backend = DelayedBackend(HOST)
+    for dtype in (BF16, np.float32, np.int32):
+        x = backend.empty((2, 3), dtype)
+        assert (x.dtype, x.shape, x.flags.writeable) == (np.dtype(dtype), (2, 3), True)
+        backend.write(x, np.ones((2, 3), dtype))
+        assert list(backend.download(x[:, 1])) == [1, 1]
+    assert backend.empty((0, 3), np.int32).shape == (0, 3)
 
 
 def test_nothing_runs_before_it_is_waited_for():
@@ -318,6 +354,123 @@ def grown_after_a_rollback(cut):
     return scene.end((a, 1), (b, 2))
 
 
+def dropped_table(cut, drop=fast.Stream.close):
+    """A stream is gone whose kernels are pending on a queue; on the queue that its table came from, another is made."""
+    scene = Scene(cut, pages=6)
+    other = scene.stream()
+    scene.append(other, 3, 3)  # page 0, which a zeroed table names
+    with scene.on(0):
+        a = scene.stream()
+        a.reserve(9)
+    scene.backend.synchronize()  # its table is written
+    with scene.on(1):
+        scene.append(a, 1, 9)
+        drop(a)
+    del a
+    with scene.on(0):
+        b = scene.stream()
+        scene.append(b, 2, 10)
+    return scene.end((other, 3), (b, 2))
+
+
+def dropped_without_a_close(cut):
+    """The same, of a stream that nobody has closed, which holds no page."""
+    return dropped_table(cut, drop=lambda stream: stream.roll_back(0))
+
+
+MEDIA = make_rope("media", length=12)
+
+
+@functools.cache
+def media_text(count):
+    """A saved prompt with images, and the row behind it."""
+    pool = fast.PagePool(TINY, streams=1, context=64, page_size=PAGE, engine=SOLO)
+    stream = fast.Stream(pool, WEIGHTS, rope=MEDIA)
+    stream.append(rows_of(1, 0, count))
+    return fast.save(stream, count), [bits(window.gated) for window in stream.append(rows_of(1, count, 1))]
+
+
+def dropped_rope(cut):
+    """Triples that a restore has uploaded; on the queue that they came from, others are uploaded."""
+    scene = Scene(cut, pages=6)
+    saved, want = media_text(9)
+    with scene.on(0):
+        a = fast.restore(scene.pool, saved, WEIGHTS)
+    with scene.on(1):
+        scene.wanted.append((a.append(rows_of(1, 9, 1)), want))
+        a.close()
+    del a
+    with scene.on(0):
+        others = scene.engine.upload(make_rope("media", length=12, seed=7))
+        b = scene.stream()
+        scene.append(b, 2, 10)
+    assert others.media_length == 12
+    return scene.end((b, 2))
+
+
+def fresh_arena(cut):
+    """An arena in memory that work on the queue where it was made has not left yet."""
+    scene = Scene(cut)
+    with scene.on(0):
+        gone = scene.engine.empty((scene.pool.layout.elements,), BF16)
+        address = gone.ctypes.data
+        scene.backend.write(gone, np.ones(len(gone), BF16))
+        del gone
+        scene.pool = fast.PagePool(TINY, streams=1, context=2 * PAGE, page_size=PAGE, engine=scene.engine)
+    assert scene.pool.arena.ctypes.data == address
+    with scene.on(1):
+        a = scene.stream()
+        scene.append(a, 1, 9)
+    return scene.end((a, 1))
+
+
+def captured(stream, rows, first):
+    """The windows of a captured step, and the step."""
+    engine = stream.pool.engine
+    with fast.capture(engine) as step:
+        windows = [
+            fast.window(TINY, WEIGHTS[layer], stream.cache(layer), rows[layer], first, stream.rope, engine=engine)
+            for layer in range(TINY.layers)
+        ]
+    return windows, step
+
+
+def replayed(cut):
+    """A captured step is replayed on a queue, its stream closed on another, and its pages taken there."""
+    scene = Scene(cut)
+    a = scene.stream()
+    a.reserve(9)
+    scene.backend.synchronize()  # a replay looks at the table
+    windows, step = captured(a, rows_of(1, 0, 9), 0)
+    with scene.on(1), a.work(9):
+        step.replay()
+    scene.wanted.append((windows, text(1, 9)[0]))
+    with scene.on(0):
+        a.close()
+        b = scene.stream()
+        scene.append(b, 2, 10)
+    return scene.end((b, 2))
+
+
+def called(cut):
+    """The functions of `kvproof.fast` over a stream's caches, between its rollback and an append on another queue."""
+    scene = Scene(cut, pages=4)
+    with scene.on(0):
+        a = scene.stream()
+        scene.append(a, 1, 12)
+        a.roll_back(5)
+    with scene.on(1), a.work(9):
+        rows = rows_of(1, 5, 4)
+        windows = [
+            fast.window(TINY, WEIGHTS[layer], a.cache(layer), rows[layer], 5, a.rope, engine=scene.engine)
+            for layer in range(TINY.layers)
+        ]
+    scene.wanted.append((windows, [rows[5:] for rows in text(1, 9)[0]]))
+    with scene.on(0):
+        scene.append(a, 1, 6)
+    return scene.end((a, 1))
+
+
 SCENES = [
     freed_pages,
     closed_elsewhere,
@@ -326,19 +479,27 @@ SCENES = [
     reserved_elsewhere,
     moved,
     grown_after_a_rollback,
+    dropped_table,
+    dropped_without_a_close,
+    dropped_rope,
+    fresh_arena,
+    replayed,
+    called,
 ]
 
 
 @pytest.fixture
 def tame(monkeypatch):
-    """Page tables name pages of the arena even when nobody has written them yet, so that what is red is no crash."""
+    """Page tables have memory of their own, zeroed at first, so that what is red names pages, and is no crash."""
     empty = DelayedBackend.empty
-    monkeypatch.setattr(
-        DelayedBackend,
-        "empty",
-        lambda self, shape, dtype: np.zeros(shape, dtype) if dtype is np.int32 else empty(self, shape, dtype),
-    )
-    monkeypatch.setattr("kvproof.fast.stream.NO_PAGE", 0)
+
+    def apart(backend, shape, dtype):
+        if dtype is not np.int32 or len(shape) != 1:
+            return empty(backend, shape, dtype)
+        tables = backend.__dict__.setdefault("tables", RecycledMemory())
+        return tables.empty(backend._current, shape, dtype)
+
+    monkeypatch.setattr(DelayedBackend, "empty", apart)
 
 
 CUTS = [0, 1, 3, 6, 8, 10, 13, 17, 20, 28, 36, 44]
@@ -367,6 +528,8 @@ def test_every_scene_is_red_without_fences(scene, monkeypatch):
         (moved, "__exit__"),
         (moved, "__enter__"),
         (rolled_back_elsewhere, "tidy"),
+        (replayed, "work"),
+        (called, "work"),
     ],
 )
 @pytest.mark.usefixtures("tame")
@@ -381,6 +544,58 @@ def test_each_order_is_needed(scene, broken, monkeypatch):
     for name in ("mark", "order"):
         monkeypatch.setattr(fast.Stream, name, absent(getattr(fast.Stream, name)))
     assert not all(scene(cut) for cut in CUTS)
+
+
+@pytest.mark.parametrize("scene", [dropped_table, dropped_without_a_close, dropped_rope], ids=lambda s: s.__name__)
+@pytest.mark.usefixtures("tame")
+def test_what_a_stream_leaves_must_be_kept(scene, monkeypatch):
+    monkeypatch.setattr(Keep, "add", lambda keep, work: None)
+    assert not all(scene(cut) for cut in CUTS)
+
+
+@pytest.mark.usefixtures("tame")
+def test_a_fresh_arena_needs_its_fence(monkeypatch):
+    make = fast.PagePool.__init__
+
+    def without(pool, *args, **options):
+        make(pool, *args, **options)
+        pool._fences = [None] * pool.layout.pages
+
+    monkeypatch.setattr(fast.PagePool, "__init__", without)
+    assert not all(fresh_arena(cut) for cut in CUTS)
+
+
+def test_what_a_stream_leaves_is_let_go_once_its_work_has_ended():
+    scene = Scene(0, pages=4)
+    for _ in range(3):
+        with scene.on(1):
+            a = scene.stream()
+            scene.append(a, 1, 9)
+            a.close()
+        with scene.on(0):
+            scene.stream().close()
+    assert len(scene.pool.kept) == 6
+    assert scene.end()
+    scene.stream()
+    assert len(scene.pool.kept) == 1  # the stream that nobody holds
+    engine = scene.engine
+    table, scene = weakref.ref(a.table), None
+    del a
+    gc.collect()
+    assert (table(), engine.backend.pending(0)) == (None, 1)
+
+
+def test_entries_of_a_late_table_lead_nowhere_outside_the_arena():
+    """Nobody looks at them before a kernel follows them: they name a page, also where none is held."""
+    scene = Scene(0, pages=4)
+    a = scene.stream()
+    scene.append(a, 1, 9)
+    a.roll_back(3)
+    b = scene.stream()
+    scene.backend.synchronize()
+    for stream in (a, b):
+        assert stream.table.min() >= 0
+        assert stream.table.max() < scene.pool.layout.pages
 
 
 def without_fences(original):

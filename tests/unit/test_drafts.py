@@ -129,6 +129,16 @@ def test_tokens_that_do_not_fit_the_drafts(drafts, greedy):
     unchanged(stream, ValueError, message, lambda: accepted(drafts, greedy))
 
 
+@pytest.mark.parametrize("token", [None, float("nan"), 4.0, "4", True])
+def test_a_token_that_is_no_integer(token):
+    """It is looked at before anything is rolled back."""
+    stream, _ = grown(make_pool(), 1, 9)
+    message = f"the token after row 0 is {token!r}; it must be an integer"
+    unchanged(stream, TypeError, message, lambda: settle(stream, [1, 2], [token, 2, 3]))
+    message = f"draft 1 is {token!r}; it must be an integer"
+    unchanged(stream, TypeError, message, lambda: settle(stream, [1, token], [1, 2, 3]))
+
+
 def test_a_window_that_the_stream_does_not_hold():
     stream, _ = grown(make_pool(), 1, 2)
     message = (

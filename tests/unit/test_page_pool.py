@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 from kvproof import fast
-from kvproof.fast import PageError, PagePool, PoolExhaustedError
+from kvproof.fast import LaunchError, PageError, PagePool, PoolExhaustedError
 from kvproof.fast.page_sizes import PAGE_TEST, arena_layout
+from kvproof.oracle.delayed import DelayedEngine
 from kvproof.reference import TINY
 from kvproof.reference.layout import BF16
 from pools import PAGE, WEIGHTS, grown
@@ -156,6 +157,12 @@ def test_a_count_is_an_integer(pool, count):
     unchanged(pool, TypeError, f"count of pages is {count!r}; it must be an integer", lambda: pool.take(A, count))
 
 
+def test_pages_are_a_collection(pool):
+    pool.take(A, 2)
+    message = "pages is 1; it must be a collection of page numbers, for example [1]"
+    unchanged(pool, TypeError, message, lambda: pool.give_back(A, 1))
+
+
 def test_a_negative_count(pool):
     unchanged(pool, ValueError, "count of pages is -1; it must be 0 or more", lambda: pool.take(A, -1))
 
@@ -169,6 +176,62 @@ def test_nobody_takes_no_page(pool):
 def test_a_page_outside_the_arena_has_no_view(pool, page):
     with refused(PageError, f"page {page} is not of this arena, which has pages 0 to 5"):
         pool.page(page)
+
+
+# ---- a backend that fails ----
+
+
+def failing(backend, monkeypatch, name, calls):
+    """These calls of a backend's operation fail, counted from 0."""
+    count = iter(range(10**9))
+    original = getattr(backend, name)
+
+    def operation(*args):
+        if next(count) in calls:
+            raise LaunchError(name, None, None, "injected")
+        return original(*args)
+
+    monkeypatch.setattr(backend, name, operation)
+
+
+@pytest.fixture
+def fragile(monkeypatch):
+    """A pool that is never idle by itself, and its backend."""
+    engine = DelayedEngine()
+    return PagePool(TINY, streams=2, context=24, page_size=PAGE, engine=engine), engine.backend
+
+
+def test_pages_that_cannot_be_zeroed_are_free_again_behind_the_zeros_on_their_way(fragile, monkeypatch):
+    pool, backend = fragile
+    failing(backend, monkeypatch, "zero", [1])
+    with pytest.raises(LaunchError):
+        pool.take(A, 3)
+    assert (pool.free, pool.audit(), pool.pages_of(A)) == (6, [], ())
+    assert not pool._fences[0].done()
+    backend.synchronize()
+    assert pool._fences[0].done()
+
+
+def test_pages_whose_zeros_cannot_be_fenced_stay_their_owners(fragile, monkeypatch):
+    pool, backend = fragile
+    failing(backend, monkeypatch, "zero", [1])
+    failing(backend, monkeypatch, "fence", [0])
+    with pytest.raises(LaunchError):
+        pool.take(A, 3)
+    assert (pool.free, pool.audit(), pool.pages_of(A)) == (4, [], (0, 1))
+    pool.give_back(A, (0, 1))
+    assert (pool.free, pool.audit()) == (6, [])
+    assert not pool._fences[0].done()
+
+
+def test_a_fresh_arena_waits_for_the_queue_that_it_was_made_on(fragile):
+    pool, backend = fragile
+    assert pool.statistics().draining == 0
+    backend.submit(lambda: None)
+    pool = PagePool(TINY, streams=2, context=24, page_size=PAGE, engine=pool.engine)
+    assert pool.statistics().draining == 6
+    backend.synchronize()
+    assert pool.statistics().draining == 0
 
 
 # ---- a damaged free list ----

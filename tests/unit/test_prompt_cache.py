@@ -327,7 +327,7 @@ def test_what_cannot_be_saved_is_refused(engine):
         fast.save(fast.Stream(pool, weights_of(TINY)), 1)
     stream.roll_back(18)
     with fast.Round([(stream, 1)]) as step:
-        with pytest.raises(StreamError, match="a round is at work"):
+        with pytest.raises(StreamError, match="a round or a `work` block is at work"):
             fast.save(stream, 1)
         for layer in step.layers:
             step.attend(layer, [np.zeros((1, TINY.projection_width), BF16)])
@@ -350,6 +350,15 @@ def test_a_capture_is_refused(engine, saved):
 
 def gate_arguments():
     return np.zeros((1, TINY.query_heads, TINY.head_dim), BF16), np.zeros((1, TINY.projection_width), BF16)
+
+
+def test_a_saved_prompt_prints_no_rows(saved):
+    prompt = saved["media"]
+    assert repr(prompt) == (
+        f"SavedPrompt(geometry 'tiny', 37 positions, rope 'media', {prompt.nbytes:,} bytes, "
+        f"weights {prompt.weights_digest[:16]})"
+    )
+    assert repr(prompt.layers[0]) == "SavedLayer(37 positions, 9 pooled rows)"
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,8 @@ FOREIGN = {
     "no positions": (without("positions"), "its metadata lack 'positions'"),
     "no rope": (without("rope"), "its metadata lack 'rope'"),
     "positions": (metadata(positions="0"), "they must be integers in range"),
+    "infinite positions": (metadata(positions=float("inf")), "its metadata are no prompt's: cannot convert float inf"),
+    "infinite block": (fact("geometry", block=float("inf")), "its metadata are no prompt's"),
     "words": (metadata(positions="five"), "its metadata are no prompt's: invalid literal"),
     "more positions": (metadata(positions="6"), r"tensor layer0.keys is BF16 \[5, 2, 8\]; it must be BF16 \[6, 2, 8\]"),
     "blank in positions": (metadata(positions=" 5"), "its header is not written as a prompt's is"),
@@ -296,6 +298,8 @@ FOREIGN = {
     "rope mode": (fact("rope", mode="alibi"), "rope mode is 'alibi'; it must be one of text, delta, media"),
     "rope delta": (fact("rope", delta=4), "its metadata do not fit: rope mode 'text' takes no delta"),
     "rope delta in words": (fact("rope", delta="4"), "they must be integers in range"),
+    "rope of true": (fact("rope", media_length=False), "they must be integers in range"),
+    "triples of a text": (fact("rope", media_length=3), "rope mode 'text' takes no triples, but media_length is 3"),
     "media without triples": (fact("rope", mode="media", media_length=3), "it lacks tensor rope.triples"),
     "media of nothing": (fact("rope", mode="media"), "it lacks tensor rope.triples"),
     "weights": (metadata(weights="0123"), "its metadata do not fit: weights_digest is '0123'"),
@@ -366,6 +370,24 @@ def test_a_failing_write_leaves_the_old_file_and_nothing_else(small, monkeypatch
     assert os.listdir(small.parent) == [small.name]
     write_prompt(OTHER, small)
     assert_same_prompt(read_prompt(small), OTHER)
+
+
+def test_a_folder_that_cannot_be_synced_is_told_with_the_new_file_in_place(small, monkeypatch):
+    real, calls = os.fsync, []
+
+    def fsync(number):
+        calls.append(number)
+        return real(number) if len(calls) == 1 else throw(OSError(errno.EIO, "Input/output error"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(PromptFileError) as caught:
+        write_prompt(OTHER, small)
+    assert str(caught.value) == (
+        f"{small} is written and whole, and an older file there is replaced, but its folder could not be synced "
+        "(Input/output error): a power cut may undo it; write it again"
+    )
+    assert_same_prompt(read_prompt(small), OTHER)
+    assert os.listdir(small.parent) == [small.name]
 
 
 def throw(error):

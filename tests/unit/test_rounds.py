@@ -215,6 +215,39 @@ def test_a_kernel_that_fails_for_the_second_stream(pool, pair, monkeypatch):
     assert in_order(*pair)
 
 
+def test_a_round_runs_no_layer_inside_a_capture(pool, pair):
+    """No kernel would run, and the round would count rows that are zeros."""
+    rows, before = rows_of(1, 9, 5), state(*pair)
+    message = (
+        "a round runs a layer inside a capture, where no kernel runs, so that it would count rows that nobody has "
+        "written; capture `fast.window` over Stream.cache, and replay it in a Stream.work block"
+    )
+    with refused(fast.CaptureError, message), Round([(pair[0], 5)]) as step, fast.capture(ENGINE):
+        step.attend(0, [rows[0]])
+    assert state(*pair) == before
+    assert in_order(*pair)
+
+
+def test_a_second_interruption_leaves_no_stream_out(pool, pair, monkeypatch):
+    """Of two streams the first is interrupted again while its window is taken back; the other's is taken back."""
+    tidy = Stream.tidy
+    calls = []
+
+    def interrupted_again(stream):
+        calls.append(stream)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        tidy(stream)
+
+    monkeypatch.setattr(Stream, "tidy", interrupted_again)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted([(pair[0], 9), (pair[1], 7)], [rows_of(1, 9, 9), rows_of(2, 5, 7)], [0], RuntimeError)
+    assert calls == [*pair]
+    assert (pair[0].untidy, pair[1].untidy) == (True, False)
+    pair[0].tidy()
+    assert in_order(*pair)
+
+
 def test_rows_that_could_not_be_tidied_are_tidied_before_the_next_round(pool, pair, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(Stream, "_zero_past_end", failure)
@@ -347,7 +380,7 @@ def test_a_layer_of_another_round(pool, pair):
 
 
 def test_a_stream_is_in_one_round_at_a_time(pool, pair):
-    message = f"a round is at work on {pair[0]}; end its `with` block first"
+    message = f"a round or a `work` block is at work on {pair[0]}; end its `with` block first"
     with refused(StreamError, message), Round([(pair[0], 1)]), Round([(pair[1], 1), (pair[0], 1)]):
         raise AssertionError("entered")
     assert in_order(*pair)
@@ -364,7 +397,7 @@ def test_a_stream_is_in_one_round_at_a_time(pool, pair):
     ids=["close", "roll_back", "append", "settle"],
 )
 def test_a_stream_in_a_round_is_busy(pool, pair, call):
-    message = f"a round is at work on {pair[0]}; end its `with` block first"
+    message = f"a round or a `work` block is at work on {pair[0]}; end its `with` block first"
     with Round([(pair[0], 1)]) as step:
         with refused(StreamError, message):
             call(pair[0])

@@ -10,7 +10,7 @@ from fiber_gpu import fiber_backend
 from kvproof.fast import Engine, HostBackend, LaunchError, PoolExhaustedError
 from kvproof.oracle.serve_model import ServeModel
 from kvproof.oracle.serve_plan import media_rope
-from kvproof.oracle.serve_trace import compare_traces
+from kvproof.oracle.serve_trace import compare_traces, in_order
 from kvproof.oracle.server import Server
 from kvproof.reference import TINY
 from streams import ODD
@@ -20,6 +20,7 @@ SERVED = dataclasses.replace(TINY, layers=3)
 MODEL = ServeModel(SERVED, seed=4)
 PROMPT = np.random.default_rng(0).integers(0, MODEL.vocabulary, 38).tolist()
 TOKENS = 12
+END = len(PROMPT) + TOKENS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,8 +56,8 @@ def finish(one, session):
     return one.end(session)
 
 
-def equal(got, want):
-    found = compare_traces(got, want)
+def equal(got, want, tokens=END):
+    found = compare_traces(got, want, tokens=tokens)
     assert found.differences == ()
     assert found.bytes > 0
 
@@ -133,7 +134,7 @@ def test_a_media_prompt_in_chunks_and_drafted(engine):
     want = serve(server(engine), rope=rope)
     equal(serve(server(engine, chunk=7, page_size=8, draft="head"), rope=rope), want)
     as_text = serve(server(engine))
-    assert "layer 0 keys" in compare_traces(as_text, want).tensors
+    assert "layer 0 keys" in compare_traces(as_text, want, tokens=len(want.tokens)).tensors
 
 
 def test_an_image_stands_at_one_time_and_on_its_grid():
@@ -165,7 +166,7 @@ def test_an_old_page_changes_the_text(engine, plain):
     one.step([session])
     cache = session.live.cache(0)
     cache.write("values", np.arange(8), -4 * cache.read("values", np.arange(8)))
-    found = compare_traces(finish(one, session), plain)
+    found = compare_traces(finish(one, session), plain, tokens=len(plain.tokens))
     assert found.tokens_differ
     assert "page 0" in next(words for words in found.differences if words.startswith("layer 0 values"))
 
@@ -307,7 +308,7 @@ def test_a_difference_names_tensor_position_and_page(engine, plain):
         one.step([session])
     page = session.live.pages[2]
     session.live.cache(1).write("index_keys", [9], -session.live.cache(1).read("index_keys", [9]))
-    found = compare_traces(one.end(session), plain)
+    found = compare_traces(one.end(session), plain, tokens=len(plain.tokens))
     assert found.tensors == ("layer 1 index_keys",)
     assert f"position 9 (page {page}, table entry 2, row 1 of the page)" in found.differences[0]
 
@@ -320,15 +321,46 @@ def test_rows_behind_the_last_and_missing_rows_are_seen(engine, plain):
     end = session.live.length
     session.live.cache(2).write("keys", [end], session.live.cache(2).read("keys", [0]))
     trace = one.end(session)
-    found = compare_traces(trace, plain)
+    found = compare_traces(trace, plain, tokens=len(plain.tokens))
     assert found.tensors == ("rows behind the last",)
     assert found.differences[0].startswith(f"layer 2 keys: row {end} is not zeros, though the layer holds {end}")
     trace.stale.clear()
     trace.outputs[1] = [trace.output(1)[:-1]]
-    assert compare_traces(trace, plain).tensors == ("layer 1 output",)
+    assert compare_traces(trace, plain, tokens=len(plain.tokens)).tensors == ("layer 1 output",)
+
+
+def test_what_ends_early_is_not_equal(engine, plain):
+    """Its tokens, outputs and caches are those of the plain run's beginning."""
+    trace = serve(server(engine), tokens=TOKENS - 2)
+    equal(trace, plain, len(PROMPT) + TOKENS - 2)
+    found = compare_traces(trace, plain, tokens=len(plain.tokens))
+    assert found.differences == (f"tokens: {len(PROMPT) + 10}, but the prompt and what it was to generate are 50",)
+    assert found.tokens_differ
+
+
+def test_a_trace_without_its_caches_is_not_equal(engine, plain):
+    trace = serve(server(engine))
+    trace.caches = trace.caches[:-1]
+    found = compare_traces(trace, plain, tokens=len(plain.tokens))
+    assert found.differences == ("outputs of 3 and caches of 2 layers of 3",)
+    assert found.tensors == ("layers",)
+
+
+def test_a_table_is_in_order_or_it_is_not(engine):
+    assert in_order([3, 5, 5, 8])
+    assert not in_order([3, 5, 4, 8])
+    assert in_order([0])
+    assert not in_order([2])
+    one = server(engine, page_size=16, streams=2)
+    assert not serve(one).scattered
+    assert not serve(server(engine)).scattered
+    first, second = one.open(PROMPT, tokens=1), one.open(PROMPT, tokens=TOKENS)
+    one.step([first, second])
+    one.drop(first)
+    assert finish(one, second).scattered  # its last page is one that the first gave back
 
 
 def test_a_device_that_is_never_waited_for_serves_the_same(plain):
     device = Engine(fiber_backend(), threads=16)
     one = server(device, page_size=8, draft="head", chunk=30)
-    equal(serve(one, tokens=4), plain)
+    equal(serve(one, tokens=4), plain, len(PROMPT) + 4)

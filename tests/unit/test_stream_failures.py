@@ -1,13 +1,15 @@
 """Whatever fails, and wherever, pages, lengths and bytes stay in order, and the same call succeeds when made again.
 
 Every operation that an engine or a pool is asked for can be made to raise, before or after it has been done; the tests
-try each in turn until a call comes through.
+try each in turn, and some of them unless `-m slow` is given.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -20,7 +22,10 @@ from pools import PAGE, WEIGHTS, extended, grown, page_bits, rows_of
 from streams import assert_bits, bits
 
 MOST = 400
-"""Operations of one call; there are fewer, so that each test ends."""
+"""Operations of one call; there are fewer."""
+ALWAYS = MOST
+SAMPLES = 2
+"""Operations of each kind that a short run lets fail: others for each case, so that together they are most."""
 
 
 class Injector:
@@ -29,10 +34,10 @@ class Injector:
     def __init__(self):
         self.disarm()
 
-    def arm(self, number, *, after=False, error=LaunchError, dead=False):
-        """Raise at this operation; when `dead`, at every later one too."""
-        self.left, self.after, self.error, self.dead = number, after, error, dead
-        self.raised = None
+    def arm(self, number, *, after=False, error=LaunchError, times=1):
+        """Raise at this operation, and at the next ones up to so many times."""
+        self.left, self.after, self.error, self.times = number, after, error, times
+        self.raised, self.names = None, []
 
     def disarm(self):
         self.left = self.raised = None
@@ -40,8 +45,9 @@ class Injector:
     def do(self, name, call, *args):
         if self.left is None:
             return call(*args)
-        now = self.left <= 0 if self.dead else self.left == 0
+        now = -self.times < self.left <= 0
         self.left -= 1
+        self.names.append(name)
         result = call(*args) if self.after or not now else None
         if now:
             self.raised = name
@@ -159,6 +165,7 @@ def go_on(world):
             extended(stream, seed, min(3, world.pool.context - stream.length))
 
 
+@functools.cache
 def undisturbed(call, page_size):
     """The pages and outputs of a run without failures."""
     world = World(page_size=page_size)
@@ -181,39 +188,65 @@ HOW = {
     "after": {"after": True},
     "interrupt": {"error": KeyboardInterrupt},
     "interrupt after": {"error": KeyboardInterrupt, "after": True},
-    "dead": {"dead": True},
-    "dead after": {"dead": True, "after": True},
+    "dead": {"times": ALWAYS},
+    "dead after": {"times": ALWAYS, "after": True},
 }
+SHORT = {f"{count} times": {"times": count} for count in (2, 3)}
+"""So that what takes a failure back fails too, and what follows does not."""
 
 
-def cases():
-    """Every call, way to fail and layout; what takes long is slow, but for one of each."""
-    for call, (name, how), page_size in itertools.product(CALLS, HOW.items(), [None, PAGE]):
-        long = call is append and (page_size is None or name not in ("before", "dead"))
-        marks = [pytest.mark.slow] if long else []
-        yield pytest.param(call, how, page_size, id=f"{call.__name__}, {name}, {page_size}", marks=marks)
+@functools.cache
+def operations(call, engine, page_size):
+    """The names of a call's operations, in order."""
+    world = World(engine, page_size)
+    world.injector.arm(MOST)
+    call(world)
+    names = world.injector.names
+    world.injector.disarm()
+    assert 0 < len(names) < MOST or (call in (reserve, close, make) and world.pool.contiguous)
+    return names
 
 
-@pytest.mark.parametrize(("call", "how", "page_size"), list(cases()))
-def test_each_operation_may_fail(call, how, page_size):
+def sampled(names, case):
+    """Numbers of some operations of each kind, which depend on the case."""
+    chosen = set()
+    for kind in sorted(set(names)):
+        at = [number for number, name in enumerate(names) if name == kind]
+        chosen.update(random.Random(f"{case} {kind}").sample(at, min(SAMPLES, len(at))))
+    return sorted(chosen)
+
+
+def cases(calls, hows, layouts, sweeps=(False, True)):
+    """Every call, way to fail and layout: some operations of each, and, which is slow, all of them."""
+    for every in sweeps:
+        for call, (name, how), page_size in itertools.product(calls, hows.items(), layouts):
+            if name == "2 times" and not every:  # three times does what twice does, and more
+                continue
+            ident = f"{call.__name__}, {name}, {page_size}, {'all' if every else 'some'}"
+            yield pytest.param(call, how, page_size, every, id=ident, marks=[pytest.mark.slow] * every)
+
+
+@pytest.mark.parametrize(
+    ("call", "how", "page_size", "every"),
+    [*cases(CALLS, HOW, [None, PAGE]), *cases(CALLS, SHORT, [None, PAGE], sweeps=(True,))],
+)
+def test_each_operation_may_fail(call, how, page_size, every):
     facts, held, later, held_later = undisturbed(call, page_size)
-    seen = set()
-    for number in range(MOST):
+    names = operations(call, ENGINE, page_size)
+    if call is append:
+        assert set(names) == {"launch", "fence", "empty", "order"} | ({"zero", "write", "take"} if page_size else set())
+    for number in range(len(names)) if every else sampled(names, how):
         world = World(page_size=page_size)
         before, bytes_before = world.facts(), world.held()
         world.injector.arm(number, **how)
-        try:
+        with contextlib.suppress(LaunchError, KeyboardInterrupt):
             call(world)
-        except (LaunchError, KeyboardInterrupt):
-            assert world.injector.raised
         name = world.injector.raised
         world.injector.disarm()
-        if name is None:
-            break
-        seen.add(name)
+        assert name is not None
         what = f"{call.__name__}, operation {number} ({name}) failed"
         world.in_order()
-        check_after_failure(world, call, before, bytes_before, facts, dead="dead" in how)
+        check_after_failure(world, call, before, bytes_before, facts, lasting=how.get("times", 1) > 1)
         call(world)
         assert world.facts() == facts, what
         world.in_order()
@@ -223,20 +256,15 @@ def test_each_operation_may_fail(call, how, page_size):
         assert_same(world.held(), held_later, what)
         world.in_order()
         assert not any(stream.untidy for stream in world.streams if not stream.closed)
-    else:
-        raise AssertionError(f"{call.__name__} never came through")
-    assert seen or page_size is None or how.get("dead")
-    if call is append and not how.get("dead"):
-        assert seen == {"launch", "fence", "empty", "order"} | ({"zero", "write", "take"} if page_size else set())
 
 
-def check_after_failure(world, call, before, bytes_before, facts, *, dead):
+def check_after_failure(world, call, before, bytes_before, facts, *, lasting):
     """Nothing has changed, or for a rollback or a close all of it has."""
     __tracebackhide__ = True
     if call not in UNCHANGED:
         lengths = [stream.lengths for stream in world.streams]
         assert lengths in ([b[0] for b in before], [f[0] for f in facts])
-    elif not dead:
+    elif not lasting:
         assert world.facts() == before
         assert_same((world.held()[0], []), (bytes_before[0], []), "what failed changed bytes")
     else:
@@ -251,11 +279,10 @@ def on_two_queues(call, number, how):
     world.injector.arm(number, **how)
     with contextlib.suppress(LaunchError):
         call(world)
-    name = world.injector.raised
+    assert world.injector.raised is not None
     world.injector.disarm()
     with backend.queue(1):
-        if name is not None:
-            call(world)
+        call(world)
         newcomer = Stream(world.pool, WEIGHTS)
         count = min(24, world.pool.free * PAGE)
         window = newcomer.append(rows_of(7, 0, count))
@@ -263,33 +290,63 @@ def on_two_queues(call, number, how):
     backend.run(1)
     backend.synchronize()
     world.streams.append(newcomer)
-    return world, name, [bits(result.gated) for result in window]
+    return world, [bits(result.gated) for result in window]
 
 
-@pytest.mark.parametrize(
-    ("call", "how"),
-    [
-        pytest.param(call, HOW[name], id=f"{call.__name__}, {name}", marks=[pytest.mark.slow] * (call is append))
-        for call in (append, roll_back, reserve, close)
-        for name in ("before", "after")
-    ],
-)
-def test_what_failed_on_one_queue_harms_nothing_on_another(call, how):
-    *_, later, held_later = undisturbed(call, PAGE)
-    for number in itertools.count():
-        world, name, outputs = on_two_queues(call, number, how)
+def newcomer_first(call, number, how):
+    """As `on_two_queues`, but another stream takes pages on queue 1 before the call is made again."""
+    world = World(DELAYED)
+    backend = world.engine.backend
+    backend.synchronize()
+    world.injector.arm(number, **how)
+    with contextlib.suppress(LaunchError):
+        call(world)
+    world.injector.disarm()
+    with backend.queue(1):
+        newcomer = Stream(world.pool, WEIGHTS)
+        window = newcomer.append(rows_of(7, 0, min(24, world.pool.free * PAGE)))
+        backend.run(1)
+    backend.synchronize()
+    return world, newcomer, [bits(result.gated) for result in window]
+
+
+QUEUED = [append, roll_back, reserve, close]
+QUEUED_HOW = {name: HOW[name] for name in ("before", "after", "dead", "dead after")} | SHORT
+
+
+@functools.cache
+def alone(count):
+    """The pages and outputs of a newcomer's window."""
+    stream, want = grown(guarded_pool(TINY, streams=1, context=24, page_size=PAGE, engine=ENGINE), 7, count)
+    return page_bits(stream), np.array([bits(rows) for rows in want])
+
+
+@pytest.mark.parametrize(("call", "how", "page_size", "every"), list(cases(QUEUED, QUEUED_HOW, [PAGE])))
+def test_what_failed_on_one_queue_harms_nothing_on_another(call, how, page_size, every):
+    *_, later, held_later = undisturbed(call, page_size)
+    names = operations(call, DELAYED, page_size)
+    for number in range(len(names)) if every else sampled(names, how):
+        world, outputs = on_two_queues(call, number, how)
         newcomer = world.streams.pop()
-        alone, want = grown(
-            guarded_pool(TINY, streams=1, context=24, page_size=PAGE, engine=ENGINE), 7, newcomer.length
-        )
-        what = f"{call.__name__}, operation {number} ({name}) failed"
+        pages, want = alone(newcomer.length)
+        what = f"{call.__name__}, operation {number} ({names[number]}) failed"
         assert [stream.lengths for stream in world.streams] == [facts[0] for facts in later], what
         assert_same(world.held(), held_later, what)
-        assert_bits(page_bits(newcomer), page_bits(alone), f"{what}: pages of another stream")
-        assert_bits(np.array(outputs), np.array([bits(rows) for rows in want]), f"{what}: outputs of another stream")
+        assert_bits(page_bits(newcomer), pages, f"{what}: pages of another stream")
+        assert_bits(np.array(outputs), want, f"{what}: outputs of another stream")
         assert audit(world.pool, [*world.streams, newcomer]) == [], what
-        if name is None:
-            return
+
+
+@pytest.mark.parametrize(("call", "how", "page_size", "every"), list(cases(QUEUED, QUEUED_HOW, [PAGE])))
+def test_what_failed_on_one_queue_harms_no_newcomer_on_another(call, how, page_size, every):
+    names = operations(call, DELAYED, page_size)
+    for number in range(len(names)) if every else sampled(names, how):
+        world, newcomer, outputs = newcomer_first(call, number, how)
+        pages, want = alone(newcomer.length)
+        what = f"{call.__name__}, operation {number} ({names[number]}) failed"
+        assert_bits(page_bits(newcomer), pages, f"{what}: pages of another stream")
+        assert_bits(np.array(outputs), want, f"{what}: outputs of another stream")
+        assert audit(world.pool, [newcomer, *(s for s in world.streams if not s.closed)]) == [], what
 
 
 def test_the_injector_fails_where_it_is_told():
@@ -301,8 +358,9 @@ def test_the_injector_fails_where_it_is_told():
         injector.do("b", seen.append, 2)
     injector.do("c", seen.append, 3)
     assert (seen, injector.raised) == ([1, 3], "b")
-    injector.arm(0, after=True, dead=True, error=KeyboardInterrupt)
+    injector.arm(0, after=True, times=2, error=KeyboardInterrupt)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             injector.do("d", seen.append, 4)
-    assert seen == [1, 3, 4, 4]
+    injector.do("e", seen.append, 5)
+    assert (seen, injector.names) == ([1, 3, 4, 4, 5], ["d", "d", "e"])

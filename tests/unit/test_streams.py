@@ -12,7 +12,7 @@ from fiber_gpu import fiber_backend
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvproof import fast
-from kvproof.fast import CaptureError, PagePool, PoolExhaustedError, Stream, StreamError
+from kvproof.fast import CaptureError, LaunchError, PagePool, PoolExhaustedError, Stream, StreamError
 from kvproof.fast.engine import HOST_THREADS
 from kvproof.oracle.audit import audit, guarded_pool
 from kvproof.reference import TINY
@@ -154,6 +154,50 @@ def test_numbers_of_numpy_are_numbers(kind):
     extended(stream, 1, 9)
     assert stream.roll_back(kind(5)) == (4, 4)
     assert [type(length) for length in (*stream.lengths, stream.reserved)] == [int] * 3
+
+
+# ---- what names no page ----
+
+
+def test_a_fresh_table_names_no_page():
+    pool = make_pool()
+    other, _ = grown(pool, 1, 9)
+    stream = Stream(pool, WEIGHTS)
+    before = page_bits(other)
+    with pytest.raises(ValueError, match=r"^page table entry 0 names page -1; the arena has pages 0 to 5$"):
+        fast.prep(TINY, WEIGHTS[0], stream.cache(0), rows_of(2, 0, 3)[0], 0, stream.rope, engine=ENGINE)
+    assert_bits(page_bits(other), before, "pages of the other stream")
+    assert audit(pool, [other, stream]) == []
+
+
+def failing_once(monkeypatch, name):
+    """The next call of the backend's operation fails."""
+    original = getattr(HOST, name)
+
+    def operation(*args):
+        monkeypatch.setattr(HOST, name, original)
+        raise LaunchError(name, None, None, "injected")
+
+    monkeypatch.setattr(HOST, name, operation)
+
+
+@pytest.mark.parametrize("page_size", [None, PAGE], ids=str)
+def test_what_could_not_be_reserved_is_named_by_nothing(page_size, monkeypatch):
+    pool = make_pool(page_size)
+    stream = Stream(pool, WEIGHTS)
+    failing_once(monkeypatch, "fence")
+    with pytest.raises(LaunchError):
+        stream.reserve(5)
+    assert (stream.pages, stream.untidy) == ((), False)
+    assert audit(pool, [stream]) == []
+    other, _ = grown(pool, 1, 9)
+    before = page_bits(other)
+    with pytest.raises((ValueError, StreamError), match=r"names page -1|holds no page yet"):
+        fast.prep(TINY, WEIGHTS[0], stream.cache(0), rows_of(2, 0, 3)[0], 0, stream.rope, engine=ENGINE)
+    assert_bits(page_bits(other), before, "pages of the other stream")
+    other.close()
+    extended(stream, 1, 3)
+    assert_same_as_never_drafted(stream, 3)
 
 
 # ---- rolling back ----
@@ -352,6 +396,14 @@ def test_weights_of_another_number_of_layers():
         Stream(make_pool(), WEIGHTS[:1])
 
 
+def test_weights_that_are_no_sequence():
+    message = "weights is a Weights; it must be a sequence of 2 Weights, one for each layer"
+    with refused(TypeError, message):
+        Stream(make_pool(), WEIGHTS[0])
+    with refused(TypeError, "the weights of layer 1 are a str; give Weights"):
+        Stream(make_pool(), [WEIGHTS[0], "weights"])
+
+
 def test_weights_that_do_not_fit():
     wide = make_weights(replace(TINY, head_dim=40))
     with pytest.raises(ValueError, match=r"^weights\.q_scale has shape \[40\]"):
@@ -408,8 +460,9 @@ def test_a_captured_step_is_refused_once_its_pages_are_given_back(end):
         (lambda stream: stream.reserve(17), "stream 0 takes pages"),
         (lambda stream: stream.append(rows_of(1, 9, 1)), "a round is entered"),
         (lambda stream: Stream(stream.pool, WEIGHTS), "a stream is made"),
+        (lambda stream: stream.work().__enter__(), "work on stream 0 begins"),
     ],
-    ids=["close", "roll_back", "reserve", "append", "Stream"],
+    ids=["close", "roll_back", "reserve", "append", "Stream", "work"],
 )
 def test_only_kernels_are_captured(call, what):
     stream, _ = grown(make_pool(), 1, 9)
@@ -423,6 +476,111 @@ def test_what_is_reserved_already_may_be_reserved_inside_a_capture():
     with fast.capture(ENGINE):
         stream.reserve(16)
     assert stream.reserved == 16
+
+
+def captured(stream, rows, first):
+    with fast.capture(ENGINE) as step:
+        windows = [
+            fast.window(TINY, WEIGHTS[layer], stream.cache(layer), rows[layer], first, stream.rope, engine=ENGINE)
+            for layer in range(2)
+        ]
+    return step, windows
+
+
+def test_work_counts_the_rows_that_a_captured_step_writes():
+    pool = make_pool()
+    stream, _ = grown(pool, 1, 9)
+    stream.reserve(12)
+    step, windows = captured(stream, rows_of(1, 9, 3), 9)
+    for _ in range(2):  # again behind a rollback that keeps the page
+        with stream.work(12):
+            assert stream.busy
+            step.replay()
+        assert (stream.lengths, stream.busy, stream.untidy) == ((12, 12), False, False)
+        assert audit(pool, [stream]) == []
+        _, want = grown(make_pool(), 1, 12)
+        assert_bits(windows[1].gated, want[1][9:], "layer 1 gated")
+        assert_bits(page_bits(stream), page_bits(grown(make_pool(), 1, 12)[0]), "pages")
+        stream.roll_back(9)
+
+
+@pytest.mark.parametrize("page_size", [None, PAGE], ids=str)
+def test_work_takes_the_pages_that_its_rows_need(page_size):
+    pool = make_pool(page_size)
+    stream, _ = grown(pool, 1, 7)
+    with stream.work(12, layers=[1]):
+        fast.window(TINY, WEIGHTS[1], stream.cache(1), rows_of(1, 7, 5)[1], 7, stream.rope, engine=ENGINE)
+    assert (stream.lengths, len(stream.pages)) == ((7, 12), pool.pages_for(12))
+    assert audit(pool, [stream]) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_work_that_raises_takes_its_rows_back(error):
+    pool = make_pool()
+    stream, _ = grown(pool, 1, 7)
+    before = state(stream)
+
+    def interrupted():
+        with stream.work(12):
+            fast.window(TINY, WEIGHTS[0], stream.cache(0), rows_of(1, 7, 5)[0], 7, stream.rope, engine=ENGINE)
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    assert state(stream)[:4] == before[:4]
+    assert not stream.busy
+    assert_same_as_never_drafted(stream, 7)
+
+
+def test_work_that_writes_nothing_leaves_the_lengths():
+    stream, _ = grown(make_pool(), 1, 9)
+    before = state(stream)
+    with stream.work():
+        pass
+    assert state(stream) == before
+
+
+def test_only_one_is_at_work_on_a_stream():
+    stream, _ = grown(make_pool(), 1, 9)
+    message = f"a round or a `work` block is at work on {stream}; end its `with` block first"
+    with stream.work():
+        for call in (
+            lambda: stream.close(),
+            lambda: stream.roll_back(3),
+            lambda: stream.append(rows_of(1, 9, 1)),
+            lambda: stream.work().__enter__(),
+            lambda: fast.save(stream, 3),
+        ):
+            unchanged(stream, StreamError, message, call)
+    assert not stream.busy
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"positions": 8}, StreamError, "stream 0 cannot hold 8 positions behind this work: layer 0 holds 9 already"),
+        ({"positions": 25}, StreamError, "stream 0 would hold 25 positions; a stream of this pool holds at most 24"),
+        ({"positions": 1.5}, TypeError, "positions is 1.5; it must be an integer"),
+        ({"positions": 9, "layers": [2]}, StreamError, "layer 2 does not exist; stream 0 has layers 0 to 1"),
+    ],
+)
+def test_work_that_is_refused(options, error, message):
+    stream, _ = grown(make_pool(), 1, 9)
+    before = state(stream)
+    with pytest.raises(error, match="^" + message):
+        stream.work(**options).__enter__()
+    assert state(stream) == before
+    assert not stream.busy
+
+
+def test_work_finds_no_pages():
+    pool = make_pool()
+    stream, _ = grown(pool, 1, 9)
+    other, _ = grown(pool, 2, 24)
+    pool.take(other, 1)
+    with pytest.raises(PoolExhaustedError):
+        stream.work(17).__enter__()
+    assert (stream.lengths, stream.pages, stream.busy, stream.untidy) == ((9, 9), (0, 1), False, False)
 
 
 # ---- a device ----
