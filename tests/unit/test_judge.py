@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from kvproof.oracle import strategies as kv
 from kvproof.oracle.arithmetic import FP32, Arithmetic
 from kvproof.oracle.attention import AttentionCase
-from kvproof.oracle.attention_controls import CONTROLS, effective_control, is_effective
+from kvproof.oracle.attention_controls import CONTROLS, effective_control, is_effective, swapped_table
 from kvproof.oracle.judge import ContractError, judge, load_failure
 from kvproof.reference import KV_STYLES
 from numpy_kernel import attend
@@ -128,7 +128,7 @@ def test_each_control_is_effective_where_it_has_room(make):
 
 def test_swapping_full_pages_of_a_dense_row_is_no_control():
     case = AttentionCase(lengths=(8,), order=(1, 0, 2), page_size=4)
-    control = CONTROLS[0](case)
+    control = swapped_table(case)
     assert control is not None
     assert not is_effective(case, control, case.bound(FP32), FP32)
     other = effective_control(case, case.bound(FP32), FP32)
