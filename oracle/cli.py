@@ -22,33 +22,33 @@ from ..fast.sources import FAMILIES
 from ..reference.geometry import PRESETS, Geometry
 from .accuracy_report import PEER, accuracy_json, measure, print_accuracy
 from .bench import ROUNDS, Timing, bench
-from .bench_serve import bench_serve, print_serve
 from .cases import PAGE_SIZES, QUICK, at_check, cases
+from .compiled.cli import records_app
+from .compiled.cubin import CubinError
 from .contract import Plan, check
-from .cubin import CubinError
 from .diagnosis import diagnose
 from .digests import Comparison, Digests, compare, digests, digests_json
 from .digests import read as read_digests
 from .digests import write as write_digests
-from .fault_report import matrix_json, mutants_json, print_matrix, print_mutants
-from .faults import chosen as chosen_faults
 from .fixture_set import holds_set
 from .fixture_verify import Finding, verify_set
 from .fixtures import DEFAULT_FORMS, DEFAULT_PAGES, FORMS, Recipe, write
-from .gpu_cli import gpu_check_command
-from .gpu_kernels import cuda_variants
-from .hunt import hunt
+from .gpu.cli import gpu_check_command
+from .gpu.kernels import cuda_variants
 from .judge import load_failure, load_window_failure, wrong_elements
 from .memory import FastKernels
-from .mutant_judge import portable
-from .mutants import mutants, run_mutants, sample
 from .operations import OPERATIONS
 from .peer import Verdict, verify
-from .records_cli import records_app
-from .reference_judge import print_reference_mutants, run_reference_mutants
-from .reference_mutants import reference_mutants, reference_texts
+from .planted.fault_report import matrix_json, mutants_json, print_matrix, print_mutants
+from .planted.faults import chosen as chosen_faults
+from .planted.hunt import hunt
+from .planted.mutant_judge import portable
+from .planted.mutants import mutants, run_mutants, sample
+from .planted.reference_judge import print_reference_mutants, run_reference_mutants
+from .planted.reference_mutants import reference_mutants, reference_texts
 from .report import GATES, Report, write_json
-from .serve_cli import serve_check_command
+from .serving.bench import bench_serve, print_serve
+from .serving.cli import serve_check_command
 from .terminal import Json, choose, console, errors, geometry_named, progress, require_writable
 from .variants import TIMEOUT_S, Variant, host_variants
 

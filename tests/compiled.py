@@ -9,11 +9,11 @@ from kvproof.fast import KernelSources
 from kvproof.fast.engine import GPU_THREADS
 from kvproof.fast.nvrtc import COMPILE_OPTIONS
 from kvproof.fast.sources import FAMILIES
-from kvproof.oracle.compiled_code import proofs, prove
-from kvproof.oracle.ptx import parse
-from kvproof.oracle.ptx_facts import argument_names
-from kvproof.oracle.records import SMS
-from kvproof.oracle.toolkits import Job, Toolkit, compiled, each, nvrtc_toolkit
+from kvproof.oracle.compiled.claims import proofs, prove
+from kvproof.oracle.compiled.ptx import parse
+from kvproof.oracle.compiled.ptx_facts import argument_names
+from kvproof.oracle.compiled.records import SMS
+from kvproof.oracle.compiled.toolkits import Job, Toolkit, compiled, each, nvrtc_toolkit
 from kvproof.reference import FLASH_NEXT
 
 GENERATIONS = ("sm_75", "sm_90", "sm_121")

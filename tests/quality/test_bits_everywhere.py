@@ -13,8 +13,8 @@ from kvproof.fast import Engine, HostBackend, KernelSources
 from kvproof.fast.compiler import OLDEST, Compiler, _major_version, compiler_from, find_zig
 from kvproof.oracle.cases import at_check
 from kvproof.oracle.digests import Digests, compare, digests, read
-from kvproof.oracle.isolate import isolated
 from kvproof.oracle.memory import FastKernels
+from kvproof.oracle.planted.isolate import isolated
 from kvproof.oracle.variants import host_variants
 from kvproof.reference import FLASH_NEXT, TINY
 from kvproof.reference.geometry import PRESETS

@@ -25,8 +25,8 @@ from kvproof.oracle.captured import (
 )
 from kvproof.oracle.cases import Case, StreamCase, at_check
 from kvproof.oracle.contract import Plan, check
-from kvproof.oracle.faults import _fill_at, chosen, replaced
 from kvproof.oracle.memory import FastKernels
+from kvproof.oracle.planted.faults import _fill_at, chosen, replaced
 from kvproof.oracle.report import Report
 from kvproof.oracle.variants import variant_of
 from kvproof.reference import TINY

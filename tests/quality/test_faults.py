@@ -12,17 +12,17 @@ import sys
 
 import pytest
 from kvproof.fast import Capture, HostBackend, KernelSources
-from kvproof.oracle import hunt as hunting
-from kvproof.oracle import mutants as mutating
 from kvproof.oracle.captured import Batch
 from kvproof.oracle.cases import at_check
-from kvproof.oracle.equivalent_mutants import EQUIVALENT, reason_of
 from kvproof.oracle.examples import draw, run_example
-from kvproof.oracle.faults import CATALOGUE, FAULT_GATES, Edit, Fault, chosen, replaced
-from kvproof.oracle.hunt import Hunt
-from kvproof.oracle.isolate import isolated
-from kvproof.oracle.mutant_judge import SANITIZER, judge, portable
-from kvproof.oracle.mutants import mutants, run_mutants, sample
+from kvproof.oracle.planted import hunt as hunting
+from kvproof.oracle.planted import mutants as mutating
+from kvproof.oracle.planted.equivalent_mutants import EQUIVALENT, reason_of
+from kvproof.oracle.planted.faults import CATALOGUE, FAULT_GATES, Edit, Fault, chosen, replaced
+from kvproof.oracle.planted.hunt import Hunt
+from kvproof.oracle.planted.isolate import isolated
+from kvproof.oracle.planted.mutant_judge import SANITIZER, judge, portable
+from kvproof.oracle.planted.mutants import mutants, run_mutants, sample
 from kvproof.oracle.report import Report
 from kvproof.oracle.variants import host_variants
 from kvproof.reference import TINY
@@ -197,7 +197,7 @@ def test_crashes_and_hangs_end_their_own_process_only():
 
 
 def test_a_process_that_cannot_start_is_an_error_and_no_crash(monkeypatch):
-    monkeypatch.setattr("kvproof.oracle.isolate._call", leave)
+    monkeypatch.setattr("kvproof.oracle.planted.isolate._call", leave)
     with pytest.raises(RuntimeError, match="never ran its function: it ended with exit status 3"):
         list(isolated(die, [("well",)], jobs=1, limit_s=30))
 

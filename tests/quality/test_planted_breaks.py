@@ -8,7 +8,7 @@ import pytest
 from kvproof.fast import HostBackend, KernelSources
 from kvproof.oracle.cases import at_check, cases
 from kvproof.oracle.contract import Plan, check
-from kvproof.oracle.isolate import isolated
+from kvproof.oracle.planted.isolate import isolated
 from kvproof.oracle.report import Report
 from kvproof.oracle.variants import host_variants
 from kvproof.reference import TINY

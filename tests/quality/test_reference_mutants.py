@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvproof.oracle import reference_judge
-from kvproof.oracle.reference_equivalents import EQUIVALENT, reason_of
-from kvproof.oracle.reference_judge import run_reference_mutants
-from kvproof.oracle.reference_mutants import changed, reference_mutants, reference_texts
+from kvproof.oracle.planted import reference_judge
+from kvproof.oracle.planted.reference_equivalents import EQUIVALENT, reason_of
+from kvproof.oracle.planted.reference_judge import run_reference_mutants
+from kvproof.oracle.planted.reference_mutants import changed, reference_mutants, reference_texts
 
 ROOT = Path(__file__).parents[2]
 TEXTS = reference_texts()

@@ -11,21 +11,23 @@ import pytest
 from fiber_gpu import fiber_backend
 from kvproof.fast import Engine, PageError, PagePool, PoolExhaustedError, Round, Stream, prompt_rows
 from kvproof.fast import round as rounds
-from kvproof.oracle import serve_controls, serve_ground, serve_runs
-from kvproof.oracle.audit import GuardedPool, audit
-from kvproof.oracle.bench_serve import append_cost, stream_memory
 from kvproof.oracle.cli import app
-from kvproof.oracle.serve_check import CHECKS, LONG_CHECKS, run_unit, serve_plain, units
-from kvproof.oracle.serve_controls import PAGE
-from kvproof.oracle.serve_ground import Ground, forced_drafts, left_over, scatter
-from kvproof.oracle.serve_judge import Fault, judge
-from kvproof.oracle.serve_plan import ServePlan, at_serving, media_requests, shortened, text_requests
-from kvproof.oracle.serve_run import Setting, serve_all, steps
-from kvproof.oracle.serve_runs import LONG_RUNS, RUNS
-from kvproof.oracle.serve_served import CONTROLS, Run, Served, require_drafts, require_turns, run_all
-from kvproof.oracle.serve_session import Session
-from kvproof.oracle.serve_together import MOST_FUTILE
-from kvproof.oracle.server import Server
+from kvproof.oracle.serving import controls as serve_controls
+from kvproof.oracle.serving import ground as serve_ground
+from kvproof.oracle.serving import runs as serve_runs
+from kvproof.oracle.serving.audit import GuardedPool, audit
+from kvproof.oracle.serving.bench import append_cost, stream_memory
+from kvproof.oracle.serving.check import CHECKS, LONG_CHECKS, run_unit, serve_plain, units
+from kvproof.oracle.serving.controls import PAGE
+from kvproof.oracle.serving.ground import Ground, forced_drafts, left_over, scatter
+from kvproof.oracle.serving.judge import Fault, judge
+from kvproof.oracle.serving.plan import ServePlan, at_serving, media_requests, shortened, text_requests
+from kvproof.oracle.serving.run import Setting, serve_all, steps
+from kvproof.oracle.serving.runs import LONG_RUNS, RUNS
+from kvproof.oracle.serving.served import CONTROLS, Run, Served, require_drafts, require_turns, run_all
+from kvproof.oracle.serving.server import Server
+from kvproof.oracle.serving.session import Session
+from kvproof.oracle.serving.together import MOST_FUTILE
 from kvproof.reference import FLASH_NEXT, TINY
 from kvproof.reference.geometry import TEXT
 from threadpoolctl import threadpool_limits
@@ -529,7 +531,7 @@ LONG = dataclasses.replace(TINY, name="long", layers=2, top_blocks=129)
 @pytest.mark.slow
 def test_the_long_checks_at_a_small_geometry(monkeypatch):
     """Whatever a large geometry runs, with a prompt that is long enough for a budget of 516."""
-    monkeypatch.setattr("kvproof.oracle.serve_plan.LONG_PROMPT", 700)
+    monkeypatch.setattr("kvproof.oracle.serving.plan.LONG_PROMPT", 700)
     monkeypatch.setattr(serve_controls, "RESTORED", 650)
     plan = ServePlan(geometry=LONG, prompts=1)
     setting = Setting(plan=plan, checks=tuple(LONG_CHECKS), backend="host", replay=REPLAY, jobs=1)
@@ -634,7 +636,7 @@ def test_a_stream_takes_less_than_a_kibibyte_of_each_page():
 
 
 def test_the_time_beside_the_kernels_is_told(monkeypatch):
-    monkeypatch.setattr("kvproof.oracle.bench_serve.CONTEXT", 256)
+    monkeypatch.setattr("kvproof.oracle.serving.bench.CONTEXT", 256)
     cost = append_cost(16, 2, TINY)
     assert cost.kernels_ms > 0
     assert cost.python_ms > 0

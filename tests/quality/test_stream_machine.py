@@ -12,12 +12,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvproof import fast
 from kvproof.fast import Engine, HostBackend, PagePool, Stream, StreamError
 from kvproof.fast.backend import PassedFence
-from kvproof.oracle import stream_faults
-from kvproof.oracle.delayed import DelayedBackend, DelayedEngine
-from kvproof.oracle.faults import chosen
-from kvproof.oracle.stream_load import run_load
-from kvproof.oracle.stream_machine import stream_machine
-from kvproof.oracle.stream_world import Draft, StreamFaultError, StreamWorld
+from kvproof.oracle.planted.faults import chosen
+from kvproof.oracle.serving import faults as stream_faults
+from kvproof.oracle.serving.delayed import DelayedBackend, DelayedEngine
+from kvproof.oracle.serving.load import run_load
+from kvproof.oracle.serving.machine import stream_machine
+from kvproof.oracle.serving.world import Draft, StreamFaultError, StreamWorld
 
 FEW = settings(
     max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None

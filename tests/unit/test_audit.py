@@ -7,9 +7,9 @@ import heapq
 import numpy as np
 import pytest
 from kvproof import fast
-from kvproof.oracle.audit import audit, guarded_pool
-from kvproof.oracle.delayed import DelayedEngine
 from kvproof.oracle.memory import GUARD_BYTES
+from kvproof.oracle.serving.audit import audit, guarded_pool
+from kvproof.oracle.serving.delayed import DelayedEngine
 from kvproof.reference import TINY
 from kvproof.reference.layout import BF16, PARTS
 from pools import PAGE, WEIGHTS, grown, rows_of

@@ -23,17 +23,17 @@ from compiled import (
 from kvproof.fast import KernelSources
 from kvproof.fast.engine import GPU_THREADS
 from kvproof.fast.sources import FAMILIES
-from kvproof.oracle import cubin
-from kvproof.oracle.compiled_code import KEEPING, READING, broken_claims, proofs
-from kvproof.oracle.cubin import CubinError, Kernel, Resources, Sass
-from kvproof.oracle.flow import Flow, Step
-from kvproof.oracle.lookups import counting, lookups
-from kvproof.oracle.ptx import parse
-from kvproof.oracle.ptx_compare import fma_mismatches, inner_work
-from kvproof.oracle.ptx_facts import ptx_facts
-from kvproof.oracle.records import SMS
-from kvproof.oracle.sass_facts import load_origins, sass_facts
-from kvproof.oracle.toolkits import build, nvcc_toolkit
+from kvproof.oracle.compiled import cubin
+from kvproof.oracle.compiled.claims import KEEPING, READING, broken_claims, proofs
+from kvproof.oracle.compiled.cubin import CubinError, Kernel, Resources, Sass
+from kvproof.oracle.compiled.flow import Flow, Step
+from kvproof.oracle.compiled.lookups import counting, lookups
+from kvproof.oracle.compiled.ptx import parse
+from kvproof.oracle.compiled.ptx_compare import fma_mismatches, inner_work
+from kvproof.oracle.compiled.ptx_facts import ptx_facts
+from kvproof.oracle.compiled.records import SMS
+from kvproof.oracle.compiled.sass_facts import load_origins, sass_facts
+from kvproof.oracle.compiled.toolkits import build, nvcc_toolkit
 from kvproof.reference import FLASH_NEXT, TINY
 
 KERNELS = (

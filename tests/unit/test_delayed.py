@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from kvproof import fast
 from kvproof.fast.backend import PassedFence
 from kvproof.fast.stream_work import Keep
-from kvproof.oracle.audit import audit, guarded_pool
-from kvproof.oracle.delayed import DelayedBackend, DelayedEngine
-from kvproof.oracle.recycled import RecycledMemory
+from kvproof.oracle.serving.audit import audit, guarded_pool
+from kvproof.oracle.serving.delayed import DelayedBackend, DelayedEngine
+from kvproof.oracle.serving.recycled import RecycledMemory
 from kvproof.reference import TINY
 from kvproof.reference.layout import BF16
 from pools import PAGE, WEIGHTS, page_bits, rows_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 
 import pytest
-from kvproof.oracle.fault_report import print_mutants
-from kvproof.oracle.mutants import Judged, Mutant
-from kvproof.oracle.reference_judge import print_reference_mutants
+from kvproof.oracle.planted.fault_report import print_mutants
+from kvproof.oracle.planted.mutants import Judged, Mutant
+from kvproof.oracle.planted.reference_judge import print_reference_mutants
 from rich.console import Console
 
 

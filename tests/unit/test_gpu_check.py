@@ -18,18 +18,41 @@ from fiber_gpu import fiber_backend
 from kvproof import fast
 from kvproof.fast import Engine, NoDeviceError
 from kvproof.fast.nvrtc import Nvrtc
-from kvproof.oracle import gpu_bench, gpu_check, gpu_cli, gpu_gates, gpu_memory, gpu_programs, gpu_steps, sanitizer
 from kvproof.oracle.cases import at_check, cases, fill, weights_of
+from kvproof.oracle.compiled.cubin import Resources
+from kvproof.oracle.compiled.records import Measured
 from kvproof.oracle.contract import Plan
-from kvproof.oracle.cubin import Resources
-from kvproof.oracle.gpu_bench import PAGES, Work, abba, copy_bandwidth, in_turns, layers_for
-from kvproof.oracle.gpu_bytes import KERNELS, bytes_of
-from kvproof.oracle.gpu_check import STEPS, Outcome, Step, run_child, run_steps, shares
-from kvproof.oracle.gpu_found import Clock, TimeUpError
-from kvproof.oracle.gpu_kernels import DeviceKernels, GuardedDevice, cuda_variants
+from kvproof.oracle.gpu import (
+    bench as gpu_bench,
+)
+from kvproof.oracle.gpu import (
+    check as gpu_check,
+)
+from kvproof.oracle.gpu import (
+    cli as gpu_cli,
+)
+from kvproof.oracle.gpu import (
+    gates as gpu_gates,
+)
+from kvproof.oracle.gpu import (
+    memory as gpu_memory,
+)
+from kvproof.oracle.gpu import (
+    programs as gpu_programs,
+)
+from kvproof.oracle.gpu import (
+    sanitizer,
+)
+from kvproof.oracle.gpu import (
+    steps as gpu_steps,
+)
+from kvproof.oracle.gpu.bench import PAGES, Work, abba, copy_bandwidth, in_turns, layers_for
+from kvproof.oracle.gpu.bytes import KERNELS, bytes_of
+from kvproof.oracle.gpu.check import STEPS, Outcome, Step, run_child, run_steps, shares
+from kvproof.oracle.gpu.found import Clock, TimeUpError
+from kvproof.oracle.gpu.kernels import DeviceKernels, GuardedDevice, cuda_variants
 from kvproof.oracle.memory import GUARD_BYTES
 from kvproof.oracle.operations import calls_of
-from kvproof.oracle.records import Measured
 from kvproof.oracle.scene import Workspace, contiguous, with_pooled
 from kvproof.reference import FLASH_NEXT, TEXT, TINY, LayerCache
 from kvproof.reference.layout import BF16, Layout
@@ -217,7 +240,7 @@ def test_a_pytorch_that_cannot_be_timed_is_told_and_spoils_nothing(monkeypatch, 
     module = types.ModuleType("torch")
     exec(TORCH.replace("ANSWER", answer), module.__dict__)
     monkeypatch.setitem(sys.modules, "torch", module)
-    monkeypatch.delitem(sys.modules, "kvproof.oracle.gpu_bench_torch", raising=False)
+    monkeypatch.delitem(sys.modules, "kvproof.oracle.gpu.bench_torch", raising=False)
     result = {"torch": []}
     for _ in range(2):
         gpu_steps._add_torch(result, TINY, Work(streams=1, rows=1, keys=64), 1)
@@ -776,7 +799,7 @@ def test_the_sanitizer_is_found_on_the_path(tmp_path, monkeypatch):
 def test_only_memcheck_pads_allocations():
     words = {tool: sanitizer.command(Path("cs"), tool, "small") for tool in sanitizer.TOOLS}
     assert all(words[tool][1:3] == ["--tool", tool] for tool in sanitizer.TOOLS)
-    assert all(words[tool][-2:] == ["kvproof.oracle.sanitizer", "small"] for tool in sanitizer.TOOLS)
+    assert all(words[tool][-2:] == ["kvproof.oracle.gpu.sanitizer", "small"] for tool in sanitizer.TOOLS)
     assert [tool for tool in sanitizer.TOOLS if "--padding" in words[tool]] == ["memcheck"]
 
 

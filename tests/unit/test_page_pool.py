@@ -12,7 +12,7 @@ import pytest
 from kvproof import fast
 from kvproof.fast import LaunchError, PageError, PagePool, PoolExhaustedError
 from kvproof.fast.page_sizes import PAGE_TEST, arena_layout
-from kvproof.oracle.delayed import DelayedEngine
+from kvproof.oracle.serving.delayed import DelayedEngine
 from kvproof.reference import TINY
 from kvproof.reference.layout import BF16
 from pools import PAGE, WEIGHTS, grown

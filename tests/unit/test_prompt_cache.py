@@ -10,8 +10,8 @@ from fiber_gpu import fiber_backend
 from kvproof import fast
 from kvproof.fast import CaptureError, Engine, PoolExhaustedError, PromptError, StreamError
 from kvproof.fast.engine import HOST_THREADS
-from kvproof.oracle.audit import audit
-from kvproof.oracle.delayed import DelayedBackend, DelayedEngine
+from kvproof.oracle.serving.audit import audit
+from kvproof.oracle.serving.delayed import DelayedBackend, DelayedEngine
 from kvproof.reference import TINY, Rope
 from kvproof.reference.layout import BF16, PARTS
 from prompts import (

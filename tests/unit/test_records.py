@@ -16,11 +16,13 @@ from kvproof.fast.compiler import CacheError, CompileError
 from kvproof.fast.engine import GPU_THREADS
 from kvproof.fast.nvrtc import COMPILE_OPTIONS, NvrtcError, toolkit_folders
 from kvproof.fast.sources import FAMILIES, staged_bytes
-from kvproof.oracle import cli, cubin, records, records_cli, toolkits
-from kvproof.oracle.cubin import CubinError, Resources
-from kvproof.oracle.lookups import lookups
-from kvproof.oracle.occupancy import LIMITS, occupancy
-from kvproof.oracle.records import (
+from kvproof.oracle import cli
+from kvproof.oracle.compiled import cli as records_cli
+from kvproof.oracle.compiled import cubin, records, toolkits
+from kvproof.oracle.compiled.cubin import CubinError, Resources
+from kvproof.oracle.compiled.lookups import lookups
+from kvproof.oracle.compiled.occupancy import LIMITS, occupancy
+from kvproof.oracle.compiled.records import (
     SMS,
     Measured,
     RecordError,
@@ -32,7 +34,7 @@ from kvproof.oracle.records import (
     read,
     write,
 )
-from kvproof.oracle.toolkits import Job, build, nvcc_toolkit
+from kvproof.oracle.compiled.toolkits import Job, build, nvcc_toolkit
 from kvproof.reference import FLASH_NEXT, TINY
 
 PLAIN = Resources(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kvproof import fast
 from kvproof.fast import LaunchError, PoolExhaustedError, Round, Stream, StreamError
-from kvproof.oracle.audit import audit, guarded_pool
+from kvproof.oracle.serving.audit import audit, guarded_pool
 from kvproof.reference import TINY
 from pools import PAGE, WEIGHTS, extended, grown, page_bits, rows_of
 from streams import assert_bits, bits, make_rope, make_weights, refused

@@ -6,8 +6,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from kvproof.oracle import serve_model
-from kvproof.oracle.serve_model import LIMIT, ServeModel, require_exact
+from kvproof.oracle.serving import model as serve_model
+from kvproof.oracle.serving.model import LIMIT, ServeModel, require_exact
 from kvproof.reference import FLASH_NEXT, TINY
 from kvproof.reference.layout import BF16
 from streams import ODD, assert_bits, normal, refused

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from fiber_gpu import fiber_backend
 from kvproof.fast import Engine, HostBackend, LaunchError, PoolExhaustedError
-from kvproof.oracle.serve_model import ServeModel
-from kvproof.oracle.serve_plan import media_rope
-from kvproof.oracle.serve_trace import compare_traces, in_order
-from kvproof.oracle.server import Server
+from kvproof.oracle.serving.model import ServeModel
+from kvproof.oracle.serving.plan import media_rope
+from kvproof.oracle.serving.server import Server
+from kvproof.oracle.serving.trace import compare_traces, in_order
 from kvproof.reference import TINY
 from streams import ODD
 from threadpoolctl import threadpool_limits

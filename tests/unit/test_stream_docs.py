@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kvproof import fast
-from kvproof.oracle.audit import audit
+from kvproof.oracle.serving.audit import audit
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from kvproof import fast
 from kvproof.fast import Engine, HostBackend, LaunchError, Stream
-from kvproof.oracle.audit import audit, guarded_pool
-from kvproof.oracle.delayed import DelayedBackend, DelayedEngine
+from kvproof.oracle.serving.audit import audit, guarded_pool
+from kvproof.oracle.serving.delayed import DelayedBackend, DelayedEngine
 from kvproof.reference import TINY
 from pools import PAGE, WEIGHTS, extended, grown, page_bits, rows_of
 from streams import assert_bits, bits

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvproof import fast
 from kvproof.fast import CaptureError, LaunchError, PagePool, PoolExhaustedError, Stream, StreamError
 from kvproof.fast.engine import HOST_THREADS
-from kvproof.oracle.audit import audit, guarded_pool
+from kvproof.oracle.serving.audit import audit, guarded_pool
 from kvproof.reference import TINY
 from pools import BLOCK, PAGE, WEIGHTS, extended, grown, page_bits, rows_of
 from streams import assert_bits, bits, make_rope, make_weights, refused

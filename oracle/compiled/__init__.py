@@ -1,0 +1,1 @@
+"""What compilers made of the kernels: resource records, and proofs from PTX and SASS."""

@@ -1,0 +1,1 @@
+"""Planted faults and mutants: what shows that the checks can fail."""
