@@ -31,7 +31,6 @@ BASE_FLAGS = (
     "-march=native",
     "-ffp-contract=off",
     "-fno-math-errno",
-    "-fno-trapping-math",
     "-fno-strict-aliasing",
     "-fno-exceptions",
     "-fno-rtti",

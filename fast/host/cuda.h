@@ -202,7 +202,8 @@ KVP_INLINE double __hiloint2double(int high, int low) {
     return kvp_same_bits<double>((unsigned long long)(unsigned)high << 32 | (unsigned)low);
 }
 
-// Conversions saturate and send NaN to 0 (floats) as on the device; a plain C++ cast is undefined there.
+// Conversions saturate; NaN goes to 0 from fp32 and to the least from fp64, as on the device (PTX ISA, cvt). A plain C++
+// cast is undefined there.
 template <class I> KVP_INLINE I kvp_to_integer(double a, double low, double past, I least, I greatest, I nan) {
     if (a != a) return nan;
     if (a < low) return least;
@@ -216,7 +217,8 @@ KVP_INLINE int __float2int_rz(float a) {
     return kvp_to_integer<int>(__builtin_truncf(a), -2147483648.0, 2147483648.0, -2147483647 - 1, 2147483647, 0);
 }
 KVP_INLINE int __double2int_rn(double a) {
-    return kvp_to_integer<int>(__builtin_rint(a), -2147483648.0, 2147483648.0, -2147483647 - 1, 2147483647, 0);
+    return kvp_to_integer<int>(
+        __builtin_rint(a), -2147483648.0, 2147483648.0, -2147483647 - 1, 2147483647, -2147483647 - 1);
 }
 KVP_INLINE float __int2float_rn(int a) { return (float)a; }
 KVP_INLINE float __uint2float_rn(unsigned a) { return (float)a; }

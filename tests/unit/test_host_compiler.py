@@ -225,3 +225,27 @@ def test_the_cache_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert compiling.cache_folder() == Path("/somewhere/kvproof")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert compiling.cache_folder() == Path(os.path.expanduser("~")) / ".cache" / "kvproof"
+
+
+CASTS = Source(
+    "casts",
+    """
+extern "C" __global__ void casts(const float* x, float* back, const double* y, double* wide, int* nearest) {
+  const int i = threadIdx.x;
+  back[i] = static_cast<float>(static_cast<int>(x[i]));
+  wide[i] = static_cast<double>(__double2int_rn(y[i]));
+  nearest[i] = __double2int_rn(y[i]);
+}
+""",
+)
+
+
+def test_a_number_that_was_an_integer_has_no_negative_zero() -> None:
+    x = np.array([-0.3, -0.0, 0.7, -1.5], np.float32)
+    y = np.array([-0.3, np.nan, 2.5, -1e300])
+    back, wide, nearest = np.empty(4, np.float32), np.empty(4), np.empty(4, np.int32)
+    arrays = [Pointer(array) for array in (x, back, y, wide, nearest)]
+    HostBackend().load(CASTS).launch("casts", grid=1, block=4, args=arrays)
+    assert back.view(np.uint32).tolist() == np.array([0, 0, 0, -1], np.float32).view(np.uint32).tolist()
+    assert not np.signbit(wide[0])
+    assert nearest.tolist() == [0, -(2**31), 2, -(2**31)]
