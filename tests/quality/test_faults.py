@@ -117,11 +117,6 @@ def test_a_replaced_method_that_does_the_same_is_missed():
     assert (caught.caught, caught.message) == (False, "memory of captured stayed green; red: nothing")
 
 
-def test_what_waits_cannot_be_run():
-    with pytest.raises(ValueError, match="F04 waits for drafts"):
-        Hunt().run(chosen(["F04"])[0])
-
-
 def test_the_unplanted_kernels_are_green_index_nothing_past_an_array_and_align_what_a_gpu_needs_aligned():
     backend = HostBackend(flags=("-O1", *SANITIZER))
     variants = host_variants(seed=0, sources=portable(), backend=backend)
