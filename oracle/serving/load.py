@@ -1,8 +1,7 @@
-"""Load: many streams and thousands of random operations over pools that run out often, checked at every step."""
+"""Load: many streams and thousands of random operations over pools that run out often, checked as they go."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ def run_load(
     streams: int = 64,
     seed: int = 0,
     folder: Path | None = None,
-    progress: Callable[[int], None] | None = None,
 ) -> StreamWorld:
     """Random operations over two pools which together have room for a third of the streams.
 
@@ -51,10 +49,8 @@ def run_load(
         check_every=1 if often else CHECK_EVERY,
     )
     saved: list[Saved] = []
-    for number in range(operations):
+    for _ in range(operations):
         _operate(world, rng, streams, saved)
-        if progress is not None:
-            progress(number + 1)
     world.check()
     return world
 

@@ -108,8 +108,7 @@ class StreamWorld:
     """Pools of several page sizes over one engine, and the streams in them.
 
     Args:
-        engine: of the pools.
-        solo: engine of the solo streams; the default engine when None.
+        engine: of the pools; the solos run on the default engine.
         page_sizes: one pool each; None is contiguous.
         streams, context: of each pool; see `PagePool`.
         folder: where states are written to files; in memory only when None.
@@ -125,7 +124,6 @@ class StreamWorld:
         self,
         engine: Engine,
         *,
-        solo: Engine | None = None,
         geometry: Geometry = WORLD,
         page_sizes: Sequence[int | None] = (8, 12),
         streams: int = 3,
@@ -143,7 +141,6 @@ class StreamWorld:
         self.pools = [
             guarded_pool(geometry, streams=streams, context=context, page_size=n, engine=engine) for n in page_sizes
         ]
-        self._solo_engine = solo or fast.default_engine()
         self._queues = hasattr(engine.backend, "queue")
         self._check_every = check_every
         self._unchecked = 0
@@ -380,7 +377,7 @@ class StreamWorld:
 
     def _pair(self, stream: Stream, rope: str, seed: int) -> Pair:
         self._count += 1
-        solo = Solo(self.model, rope=ROPES[rope], context=stream.pool.context, engine=self._solo_engine)
+        solo = Solo(self.model, rope=ROPES[rope], context=stream.pool.context, engine=fast.default_engine())
         return Pair(self._count, stream, solo, rope, seed)
 
     @contextlib.contextmanager
